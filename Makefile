@@ -1,0 +1,43 @@
+# Thin front of `python -m scripts`; see README.md and CONTRIBUTING.md.
+#
+#   make apply           check out the pinned vLLM and apply the series (RESOLVE=1: stop at a conflict)
+#   make build           make the wheel (VARIANT=cuda|cpu, ARCH=x86_64|aarch64, SOURCE=1)
+#   make test            run everything that the project promises, for all pins
+#   make where           print checkout=, python= and wheel=
+#   make export          write the checkout's commits to patches/
+#   make check           prove the round trip, lint the series and the project
+#   make bisect          test the tree after every single patch
+#   make clean           remove what the above made; downloads are kept
+#
+# PIN=v0.19.1|v0.33.0 chooses a release; PYTHON=python3.12 an interpreter (3.11 or newer).
+
+PYTHON ?= python3
+tools := build/tools
+scripts := $(tools)/bin/python -m scripts
+pin := $(if $(PIN),--pin $(PIN))
+wheel := $(pin) $(if $(VARIANT),--variant $(VARIANT)) $(if $(ARCH),--arch $(ARCH))
+
+.PHONY: apply build test where export check bisect clean
+
+apply: $(tools)/ready
+	@$(scripts) apply $(pin) $(if $(filter 1,$(RESOLVE)),--resolve)
+
+build: $(tools)/ready
+	@$(scripts) build $(wheel) $(if $(filter 1,$(SOURCE)),--source)
+
+where: $(tools)/ready
+	@$(scripts) where $(wheel)
+
+test export check bisect: $(tools)/ready
+	@$(scripts) $@ $(pin)
+
+clean:
+	rm -rf build
+
+# The tools live in a virtual environment of the project's own.
+$(tools)/ready: scripts/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11.4 or newer is needed; name one with PYTHON=" if sys.version_info < (3, 11, 4) else 0)'
+	@rm -rf $(tools)
+	@$(PYTHON) -m venv $(tools) >&2 || { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+	@$(tools)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $< >&2
+	@touch $@

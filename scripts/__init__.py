@@ -1,0 +1,1 @@
+"""Put the patch series on a pinned vLLM checkout, build it and test it."""
