@@ -131,9 +131,9 @@ def run_tests(pin: Pin, python: Path, tree: Git, tests: list[str]) -> Outcome:
         done = testing.run_vllm_tests(
             pin,
             python,
-            tree.folder,
             tests,
             f"--junitxml={report}",
+            folder=tree.folder,
             env={"PYTHONPATH": _import_path(tree)},
         )
         root = ElementTree.parse(report).getroot()

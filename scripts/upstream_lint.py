@@ -61,7 +61,7 @@ def lint(worktree: Git, files: list[str]) -> None:
     present = [file for file in files if (worktree.folder / file).is_file()]
     if not present:
         return
-    config = ROOT / "build" / f"upstream-hooks-{worktree.folder.name}.yaml"
+    config = worktree.path("hooks.yaml")
     original = yaml.safe_load((worktree.folder / ".pre-commit-config.yaml").read_text())
     config.write_text(yaml.safe_dump(_derive(original), sort_keys=False))
     done = run_pre_commit(worktree.folder, "--config", config, "--files", *present)
