@@ -48,7 +48,7 @@ def check_patch(
 ) -> None:
     """Check one patch; `tree` stands at the commit before it and ends at the commit."""
     present = [file.path for file in files if file.after]
-    tests = [path for path in present if is_test(path)]
+    tests = [path for path in present if testing.is_test(path)]
     modules = [path for path in present if path.startswith("vllm/") and path.endswith(".py")]
     before = None
     if tests:
@@ -80,10 +80,6 @@ def check_patch(
         f"{pin.tag}/{name}: imports, lint clean, {len(after.passed)} tests pass, "
         f"{len(bitten)} of them not before"
     )
-
-
-def is_test(path: str) -> bool:
-    return path.startswith("tests/") and Path(path).name.startswith("test_")
 
 
 def borrow_compiled_code(python: Path, pin: Pin, tree: Git) -> None:
@@ -133,6 +129,8 @@ def run_tests(pin: Pin, python: Path, tree: Git, tests: list[str]) -> Outcome:
             python,
             tests,
             f"--junitxml={report}",
+            # The recorded numbers of tests are those at the end of the series.
+            "--deselect=counts",
             folder=tree.folder,
             env={"PYTHONPATH": _import_path(tree)},
         )
