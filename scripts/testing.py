@@ -12,6 +12,14 @@ from scripts.pins import ROOT, Pin
 from scripts.shell import Failure, run, say
 
 _TESTS = ROOT / "tests"
+# Some tests inside the patches start an engine; on the CPU it wants these.
+_ENGINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def test(pins: list[Pin]) -> None:
@@ -77,13 +85,17 @@ def run_vllm_tests(
     """
     env = dict(env or {})
     run([python, _TESTS / "upstream" / "stub_models.py", folder])
-    path = [_TESTS / "upstream", *filter(None, [env.get("PYTHONPATH")])]
+    path = [
+        _TESTS / "upstream",
+        _TESTS / "engine" / "plugins",
+        *filter(None, [env.get("PYTHONPATH")]),
+    ]
     return run(
-        [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "expectations", "-q",
-         "--expectations", _TESTS / "upstream" / "known" / f"{pin.tag}.toml",
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "expectations",
+         f"--expectations={_TESTS / 'upstream' / 'known' / pin.tag}.toml",
          *arguments, *tests],
         cwd=folder,
-        env={**env, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(map(str, path))},
+        env={**env, **_ENGINE_ENVIRONMENT, "PYTHONPATH": ":".join(map(str, path))},
         check=False,
         capture=capture,
     )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Named kinds of histories, and the faults that the tree under test still has."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .findings import Violation
+from .generate import random_history
+from .history import History
+from .shrink import failure_of
+from .world import Report, replay
+
+_GEMMA4 = [
+    "gemma4-31b",
+    "gemma4-31b-tp8",
+    "gemma4-26b-a4b",
+    "gemma4-12b",
+    "gemma4-e4b",
+    "gemma4-e2b",
+]
+_UNEQUAL_BLOCKS = [name for name in _GEMMA4 if name not in ("gemma4-31b-tp8",)]
+# A GPU pool for a few requests and a host tier for more of them; what the GPU forgets comes
+# back from the host.
+_ROOMY = {
+    "gpu_ratio": [2.0, 3.0],
+    "max_requests": [1, 3],
+    "host_ratio": [3.0, 10.0],
+    "resets": 0.0,
+    "floods": [0.2, 0.4],
+    "length": [8, 16],
+}
+
+# What is given to `random_history`; a list is a choice.
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
+    "one-group": {**_ROOMY, "geometry": "qwen3-32b"},
+    "two-groups": {**_ROOMY, "geometry": ["gemma3-27b", "gpt-oss-20b"]},
+    "tight-gpu": {"geometry": ["qwen3-32b", *_GEMMA4], "gpu_ratio": [1.0, 1.1, 1.5]},
+    "tight-host": {"geometry": _GEMMA4, "host_ratio": [0.02, 0.1], "gpu_ratio": 2.0},
+    "chunks": {**_ROOMY, "geometry": _GEMMA4, "blocks_per_chunk": [2, 4, 8]},
+    "chunks-one-group": {**_ROOMY, "geometry": "qwen3-32b", "blocks_per_chunk": [2, 4, 8]},
+    "resets": {**_ROOMY, "geometry": _GEMMA4, "resets": 0.3},
+    "resets-one-group": {**_ROOMY, "geometry": "qwen3-32b", "resets": 0.3},
+    "aborts": {**_ROOMY, "geometry": _GEMMA4, "aborts": 0.4},
+    "slow-copies": {
+        **_ROOMY,
+        "geometry": _GEMMA4,
+        "store_delay": [(5, 20), (20, 60)],
+        "load_delay": [(5, 20)],
+        "workers": [2, 3],
+    },
+    "pipeline": {**_ROOMY, "geometry": _GEMMA4, "workers": [2, 3], "stages": True},
+    "failing-copies": {**_ROOMY, "geometry": _GEMMA4, "fail_every": [3, 10]},
+    "keep-all": {**_ROOMY, "geometry": _GEMMA4, "retention": "all", "prompt_only": False},
+    "checkpoints": {**_ROOMY, "geometry": _GEMMA4, "retention": [512, 2048]},
+    "sync-loads": {**_ROOMY, "geometry": _GEMMA4, "sync_load_bytes": 1 << 40},
+    "runner-v2": {**_ROOMY, "geometry": _GEMMA4, "runner": "v2"},
+    "hybrid-off": {**_ROOMY, "geometry": _UNEQUAL_BLOCKS, "hybrid": False},
+    "no-prefix-caching": {**_ROOMY, "geometry": _GEMMA4, "prefix_caching": False},
+    "long-context": {
+        "geometry": ["gemma4-31b", "gemma4-e2b"],
+        "max_model_len": 131072,
+        "budget": 8192,
+        "gpu_ratio": 1.5,
+        "host_ratio": 2.0,
+        "length": 4,
+        "chat": 0.7,
+        "answers": (4,),
+        "resets": 0.0,
+        "workers": 1,
+    },
+}
+# Cases of settings that a pin does not have.
+_ABSENT = {"v0.19.1": {"keep-all", "checkpoints", "sync-loads", "runner-v2"}, "v0.33.0": set()}
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of the tree under test, to be taken out when it is fixed.
+
+    Attributes:
+        case: in which it shows.
+        invariant: that it breaks.
+        seed: of a history that shows it.
+        what: goes wrong, for a reader.
+    """
+
+    case: str
+    invariant: str
+    seed: int
+    what: str
+
+
+def cases_of(pin: str) -> list[str]:
+    return [name for name in CASES if name not in _ABSENT[pin]]
+
+
+def history(case: str, seed: int) -> History:
+    return random_history(seed, CASES[case])
+
+
+def run_case(case: str, seeds: range) -> tuple[Report, dict[int, Violation]]:
+    """Replay a case's histories: what happened in the good ones, and how the others fail."""
+    report, failures = Report(), {}
+    for seed in seeds:
+        failure = failure_of(history(case, seed), lambda h: report.add(replay(h)))
+        if failure is not None:
+            failures[seed] = failure
+    return report, failures

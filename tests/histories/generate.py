@@ -1,0 +1,141 @@
+"""Random histories: everything follows from the seed."""
+
+import random
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .geometry import GEOMETRIES
+from .history import Abort, Arrive, History, Operation, Reset, Settings, Steps
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What kind of operations a history is made of.
+
+    Attributes:
+        length: operations between which the engine runs, about.
+        chat: how many of the requests go on with an earlier one.
+        aborts: how many operations are aborts.
+        resets: how many operations are resets.
+        floods: how many requests are long and have nothing in common with any other, so
+            that they take the GPU's blocks from the rest.
+        answers: lengths of answers.
+        texts: texts that the prompts begin with.
+    """
+
+    length: int
+    chat: float
+    aborts: float
+    resets: float
+    floods: float
+    answers: tuple[int, ...]
+    texts: int
+
+
+# One value of each is drawn for a history; what is given to `random_history` takes its
+# place.
+_CHOICES: dict[str, tuple] = {
+    "geometry": tuple(GEOMETRIES),
+    "max_model_len": (1024, 2048, 4096, 4096, 8192),
+    "gpu_ratio": (1.0, 1.1, 1.5, 2.0, 4.0),
+    "blocks_per_chunk": (1,),
+    "budget": (100, 256, 512, 1000, 2048, 8192),
+    "max_requests": (1, 3, 8, 8),
+    "async_scheduling": (False, True),
+    "gpu_lag": (False, True),
+    "workers": (1, 1, 1, 1, 2, 3),
+    "store_delay": ((0, 0), (0, 3), (1, 8), (5, 20)),
+    "load_delay": ((0, 0), (0, 3), (1, 8), (5, 20)),
+    "lazy_stores": (False, False, False, True),
+    "eviction": ("lru", "lru", "arc"),
+    "store_threshold": (0, 0, 0, 2),
+    "prompt_only": (False, True),
+    # Host tier, in longest requests of which every block is kept.
+    "host_ratio": (0.02, 0.3, 1.0, 3.0, 10.0),
+    "length": (2, 4, 8, 16),
+    "chat": (0.0, 0.3, 0.7),
+    "aborts": (0.0, 0.05, 0.3),
+    "resets": (0.0, 0.0, 0.05, 0.2),
+    "floods": (0.0, 0.2, 0.4),
+    "answers": ((1,), (1, 4), (1, 4, 17), (16, 33, 80)),
+    "texts": (1, 2, 4),
+}
+
+
+def random_history(seed: int, given: dict[str, Any] | None = None) -> History:
+    """The history of this seed.
+
+    Args:
+        seed: any number.
+        given: values for settings and for the mix; a list stands for a choice among its
+            items.
+    """
+    rng = random.Random(seed)
+    # Draw everything, so that a given value leaves the others as they are.
+    values = {name: rng.choice(choices) for name, choices in _CHOICES.items()}
+    for name, value in (given or {}).items():
+        values[name] = rng.choice(value) if isinstance(value, list) else value
+    values.setdefault("host_tokens", int(values["max_model_len"] * values["host_ratio"]))
+    values["gpu_lag"] &= values["async_scheduling"]
+    values["seed"] = seed
+    settings = Settings(**_only(Settings, values))
+    writer = _Writer(rng, settings, Mix(**_only(Mix, values)))
+    for _ in range(writer.mix.length):
+        writer.write_one()
+    return History(settings, tuple(writer.operations))
+
+
+def _only(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
+
+
+class _Writer:
+    def __init__(self, rng: random.Random, settings: Settings, mix: Mix) -> None:
+        self.rng = rng
+        self.settings = settings
+        self.mix = mix
+        self.window = GEOMETRIES[settings.geometry].window or 512
+        self.operations: list[Operation] = []
+        self.names: list[str] = []
+
+    def write_one(self) -> None:
+        rng, mix = self.rng, self.mix
+        roll = rng.random()
+        if roll < mix.resets:
+            self._add(Reset(running=rng.random() < 0.3, connector=rng.random() < 0.4))
+        elif roll < mix.resets + mix.aborts and self.names:
+            self._add(Abort(rng.choice(self.names[-6:]), rng.random() < 0.3))
+        else:
+            for _ in range(rng.choice((1, 1, 1, 2, 4))):
+                self._arrive()
+        if steps := rng.choice((0, 1, 2, 3, 8, 20)):
+            self._add(Steps(steps))
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        name = f"r{len(self.names)}"
+        after = None
+        if rng.random() < self.mix.floods:
+            prompt = [(f"flood-{name}", self.settings.max_model_len)]
+        elif self.names and rng.random() < self.mix.chat:
+            after = rng.choice(self.names[-4:])
+            prompt = [(f"turn-{name}", rng.choice((1, 7, 40, 300)))]
+        else:
+            prompt = [(f"text-{rng.randrange(self.mix.texts)}", self._length())]
+            if rng.random() < 0.6:
+                prompt.append((f"tail-{name}", rng.choice((1, 5, 16, 90, 700))))
+        self.names.append(name)
+        self._add(Arrive(name, tuple(prompt), rng.choice(self.mix.answers), after))
+
+    def _length(self) -> int:
+        """Often one token off a boundary: of a block, a chunk, or the window."""
+        rng, settings = self.rng, self.settings
+        longest = settings.max_model_len
+        unit = rng.choice((16, 32, 64, 16 * settings.blocks_per_chunk, self.window))
+        length = rng.randrange(1, max(2, longest // unit + 1)) * unit
+        if rng.random() < 0.3:
+            length = rng.randrange(1, longest)
+        return max(1, min(longest, length + rng.choice((-1, 0, 0, 1))))
+
+    def _add(self, operation: Operation) -> None:
+        self.operations.append(operation)

@@ -1,0 +1,228 @@
+"""vLLM v0.33.0."""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core import kv_cache_planning, kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from ..history import Settings
+from ..memory import CopyEngine
+from ..transfers import HostPool, block_pairs
+
+TAG = "v0.33.0"
+RUNNERS = ("v1", "v2")
+# This release resumes at any token: the last block is loaded whole, and filled again from
+# there.
+HITS_ARE_ALIGNED = False
+RESETS_RUNNING_ASYNC = True
+
+
+def connector_options(settings: Settings, groups: int, host_bytes: int) -> dict[str, Any]:
+    """`kv_connector_extra_config` for these settings."""
+    return {
+        "spec_name": LabelSpec.__name__,
+        "spec_module_path": LabelSpec.__module__,
+        "cpu_bytes_to_use": host_bytes,
+        "eviction_policy": settings.eviction,
+        "store_threshold": settings.store_threshold,
+        "blocks_per_chunk": settings.blocks_per_chunk,
+        "offload_prompt_only": settings.prompt_only,
+        "sync_load_budget_bytes": settings.sync_load_bytes,
+    }
+
+
+def cache_options(settings: Settings) -> dict[str, Any]:
+    """Arguments of `CacheConfig` that only this release has."""
+    if settings.retention == "default":
+        return {}
+    interval = None if settings.retention == "all" else settings.retention
+    return {"prefix_cache_retention_interval": interval}
+
+
+def plan(
+    vllm_config: Any, layers: list[dict[str, KVCacheSpec]]
+) -> tuple[KVCacheConfig, list[KVCacheConfig]]:
+    """KV cache configuration of the scheduler and of each worker."""
+    register_all_kvcache_specs(vllm_config)
+    vllm_config.cache_config.kv_cache_layout = "LBNHC"
+    groups = kv_cache_planning.get_global_kv_cache_groups(vllm_config, layers)
+    workers = kv_cache_planning.get_kv_cache_configs(
+        vllm_config, layers, [1 << 60] * len(layers), groups
+    )
+    for config in workers:
+        config.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
+    scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(workers)
+    vllm_config.cache_config.block_size = min(
+        group.kv_cache_spec.block_size for group in scheduler.kv_cache_groups
+    )
+    scheduler_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(
+        scheduler, vllm_config
+    )
+    alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+        scheduler, vllm_config, scheduler_size, hash_size
+    )
+    for config in (scheduler, *workers):
+        config.hash_block_size = hash_size
+        config.cache_hit_alignment_tokens = alignment
+    return scheduler, workers
+
+
+def bytes_per_block(config: KVCacheConfig) -> int:
+    """What one GPU block takes on a worker, over all of its layers."""
+    return config.kv_cache_tensors[0].size // config.num_blocks
+
+
+def block_sizes(vllm_config: Any, config: KVCacheConfig) -> tuple[int, int]:
+    """Block size of the scheduler, and of the hashes."""
+    return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
+
+
+def scheduler_arguments(vllm_config: Any, config: KVCacheConfig) -> dict[str, int]:
+    block_size, hash_block_size = block_sizes(vllm_config, config)
+    return {"block_size": block_size, "hash_block_size": hash_block_size}
+
+
+def kv_caches(
+    vllm_config: Any, config: KVCacheConfig, memory: Any
+) -> dict[str, torch.Tensor]:
+    """The layers' caches, as a model runner lays them out in memory that nobody touches."""
+    spec_of = {}
+    for group in config.kv_cache_groups:
+        for name in group.layer_names:
+            spec = group.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                spec = spec.kv_cache_specs[name]
+            spec_of[name] = spec
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    caches = {}
+    for tensor in config.kv_cache_tensors:
+        views = create_kv_cache_views(
+            memory(0, tensor.size),
+            spec_of[tensor.layers[0]],
+            config.num_blocks,
+            layout,
+            tensor,
+        )
+        caches.update(zip(tensor.layers, views, strict=True))
+    return caches
+
+
+def attach(connector: KVConnectorBase_V1, copies: CopyEngine) -> None:
+    """Give the worker's backend its copy engine."""
+    connector.connector_worker.spec.copies = copies
+
+
+def jobs_of(step: SchedulerOutput) -> dict[int, str]:
+    """The jobs that a step makes, and whose they are."""
+    made = step.kv_connector_metadata
+    return {
+        job: transfer.req_id
+        for jobs in (made.store_jobs, made.load_jobs)
+        for job, transfer in jobs.items()
+    }
+
+
+def job_owner(connector: KVConnectorBase_V1, jobs: dict[int, str], job: int) -> str:
+    """The request that a job belongs to."""
+    return jobs[job]
+
+
+def connector_parts(connector: KVConnectorBase_V1) -> list[object]:
+    """The objects that keep the connector's state."""
+    return [
+        part
+        for part in (connector.connector_scheduler, connector.connector_worker)
+        if part is not None
+    ]
+
+
+def host_pool(connector: KVConnectorBase_V1) -> HostPool:
+    """The scheduler's view of the host tier."""
+    manager = connector.connector_scheduler.manager
+    policy = manager._policy
+    parts = [policy.chunks] if hasattr(policy, "chunks") else [policy.t1, policy.t2]
+    return HostPool(
+        size=manager._num_chunks,
+        free=manager._get_num_free_chunks(),
+        resident=sum(map(len, parts)),
+        references=lambda: [chunk.ref_cnt for part in parts for chunk in part.values()],
+    )
+
+
+def moved_bytes(stats: dict[str, Any]) -> dict[str, int]:
+    """Bytes that one step's statistics report, stored and loaded."""
+    values = stats["data"]
+    return {
+        name: sum(values.get(f"vllm:kv_offload_{name}_bytes", {}).values())
+        for name in ("store", "load")
+    }
+
+
+class LabelSpec(CPUOffloadingSpec):
+    """The CPU backend with labels in place of bytes; its pool sizes are the real ones."""
+
+    copies: CopyEngine
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        self.copies.allocate(self.num_chunks, self.blocks_per_chunk)
+        return _Worker(
+            self.copies,
+            [
+                sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
+            ],
+        )
+
+
+class _Worker(OffloadingWorker):
+    def __init__(self, copies: CopyEngine, group_bytes: list[int]) -> None:
+        self.copies = copies
+        self.group_bytes = group_bytes
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._submit(job_id, True, src_spec, dst_spec)
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        return self._submit(job_id, False, dst_spec, src_spec)
+
+    def _submit(self, job: int, is_store: bool, gpu: Any, cpu: Any) -> bool:
+        pairs = block_pairs(
+            gpu.block_ids.tolist(),
+            gpu.group_sizes,
+            gpu.block_indices,
+            cpu.block_ids.tolist(),
+            self.copies.blocks_per_chunk,
+        )
+        num_bytes = sum(
+            size * each for size, each in zip(gpu.group_sizes, self.group_bytes, strict=True)
+        )
+        self.copies.submit(job, is_store, *pairs, num_bytes)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        return [
+            TransferResult(
+                job_id=copy.job,
+                success=not copy.failed,
+                transfer_size=copy.num_bytes,
+                transfer_time=1e-3,
+            )
+            for is_store in (True, False)
+            for copy in self.copies.poll(is_store)
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        for is_store in (True, False):
+            self.copies.wait(is_store, job_ids)
