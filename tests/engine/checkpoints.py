@@ -6,8 +6,8 @@ that share another layer's cache, a sliding window far shorter than the context.
 not is small, so that a checkpoint takes a few MB and an engine answers in milliseconds.
 
 The same name and seed give the same bytes everywhere: the weights come from NumPy's
-RandomState, whose stream is frozen, and config.json is written here, not by a version of
-transformers.
+RandomState, whose stream is frozen, by arithmetic that rounds alike on every machine, and
+config.json is written here, not by a version of transformers.
 
     python checkpoints.py NAME DIRECTORY
 """
@@ -217,18 +217,19 @@ class Draw:
     def __init__(self, seed: int):
         self._random = np.random.RandomState(seed)
 
-    def _normal(self, *shape: int) -> np.ndarray:
-        return self._random.standard_normal(shape)
+    def _unit(self, *shape: int) -> np.ndarray:
+        """Even over an interval around 0, with a variance of 1."""
+        return (self._random.random_sample(shape) * 2 - 1) * math.sqrt(3)
 
     def matrix(self, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
-        return (self._normal(rows, columns) * (gain / math.sqrt(columns))).astype(np.float32)
+        return (self._unit(rows, columns) * (gain / math.sqrt(columns))).astype(np.float32)
 
     def embedding(self, rows: int, columns: int, scale: int | None = None) -> np.ndarray:
         # Gemma multiplies embeddings by the square root of their width.
-        return (self._normal(rows, columns) / math.sqrt(scale or columns)).astype(np.float32)
+        return (self._unit(rows, columns) / math.sqrt(scale or columns)).astype(np.float32)
 
     def norm(self, width: int, centre: float = 1.0) -> np.ndarray:
-        return (centre * (1.0 + 0.1 * self._normal(width))).astype(np.float32)
+        return (centre * (1.0 + 0.1 * self._unit(width))).astype(np.float32)
 
 
 # Block sizes are those of vLLM with 16 asked for and every group managed on its own.
@@ -278,9 +279,7 @@ def write_tokenizer(directory: Path) -> None:
         models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
     )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     bos = SPECIAL_TOKENS.index("<bos>")
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -25,8 +25,7 @@ def test_gemma4_computes_what_transformers_computes(checkpoint):
     settings = {"max_num_batched_tokens": 96, "kv_transfer": offloading(96 << 20)}
     with engine(folder, **settings) as llm:
         answers = [
-            list(output.outputs[0].token_ids)
-            for output in generate(llm, prompts, NEW_TOKENS)
+            list(output.outputs[0].token_ids) for output in generate(llm, prompts, NEW_TOKENS)
         ]
         described = str(llm.llm_engine.vllm_config)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler

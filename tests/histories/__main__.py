@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .findings import INVARIANTS, Violation
 from .cases import CASES
+from .findings import INVARIANTS, Violation
 from .generate import random_history
 from .geometry import GEOMETRIES
 from .history import History

@@ -17,7 +17,6 @@ _GEMMA4 = [
     "gemma4-e4b",
     "gemma4-e2b",
 ]
-_UNEQUAL_BLOCKS = [name for name in _GEMMA4 if name not in ("gemma4-31b-tp8",)]
 # A GPU pool for a few requests and a host tier for more of them; what the GPU forgets comes
 # back from the host.
 _ROOMY = {
@@ -29,35 +28,29 @@ _ROOMY = {
     "length": [8, 16],
 }
 
-# What is given to `random_history`; a list is a choice.
-CASES: dict[str, dict[str, Any]] = {
-    **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
-    "one-group": {**_ROOMY, "geometry": "qwen3-32b"},
-    "two-groups": {**_ROOMY, "geometry": ["gemma3-27b", "gpt-oss-20b"]},
-    "tight-gpu": {"geometry": ["qwen3-32b", *_GEMMA4], "gpu_ratio": [1.0, 1.1, 1.5]},
-    "tight-host": {"geometry": _GEMMA4, "host_ratio": [0.02, 0.1], "gpu_ratio": 2.0},
-    "chunks": {**_ROOMY, "geometry": _GEMMA4, "blocks_per_chunk": [2, 4, 8]},
-    "chunks-one-group": {**_ROOMY, "geometry": "qwen3-32b", "blocks_per_chunk": [2, 4, 8]},
-    "resets": {**_ROOMY, "geometry": _GEMMA4, "resets": 0.3},
-    "resets-one-group": {**_ROOMY, "geometry": "qwen3-32b", "resets": 0.3},
-    "aborts": {**_ROOMY, "geometry": _GEMMA4, "aborts": 0.4},
+# What is given to `random_history`; a list is a choice. `themes` run on Gemma 4 and, as a
+# control, on a model with one group.
+_THEMES: dict[str, dict[str, Any]] = {
+    "tight-gpu": {"gpu_ratio": [1.0, 1.1, 1.5], "resets": 0.0},
+    "tight-host": {"host_ratio": [0.02, 0.1, 0.3], "gpu_ratio": 2.0, "resets": 0.0},
+    "chunks": {**_ROOMY, "blocks_per_chunk": [2, 8, 16, 32]},
+    "resets": {**_ROOMY, "resets": 0.3},
+    "aborts": {**_ROOMY, "aborts": 0.4},
     "slow-copies": {
         **_ROOMY,
-        "geometry": _GEMMA4,
         "store_delay": [(5, 20), (20, 60)],
         "load_delay": [(5, 20)],
         "workers": [2, 3],
     },
-    "pipeline": {**_ROOMY, "geometry": _GEMMA4, "workers": [2, 3], "stages": True},
-    "failing-copies": {**_ROOMY, "geometry": _GEMMA4, "fail_every": [3, 10]},
-    "keep-all": {**_ROOMY, "geometry": _GEMMA4, "retention": "all", "prompt_only": False},
-    "checkpoints": {**_ROOMY, "geometry": _GEMMA4, "retention": [512, 2048]},
-    "sync-loads": {**_ROOMY, "geometry": _GEMMA4, "sync_load_bytes": 1 << 40},
-    "runner-v2": {**_ROOMY, "geometry": _GEMMA4, "runner": "v2"},
-    "hybrid-off": {**_ROOMY, "geometry": _UNEQUAL_BLOCKS, "hybrid": False},
-    "no-prefix-caching": {**_ROOMY, "geometry": _GEMMA4, "prefix_caching": False},
+    "pipeline": {**_ROOMY, "workers": [2, 3], "stages": True},
+    "failing-copies": {**_ROOMY, "fail_every": [3, 10]},
+    "no-prefix-caching": {**_ROOMY, "prefix_caching": False},
+    "keep-all": {**_ROOMY, "retention": "all", "prompt_only": False},
+    "checkpoints": {**_ROOMY, "retention": [512, 2048]},
+    "sync-loads": {**_ROOMY, "sync_load_bytes": 1 << 40},
+    "runner-v2": {**_ROOMY, "runner": "v2"},
+    "hybrid-off": {**_ROOMY, "hybrid": False},
     "long-context": {
-        "geometry": ["gemma4-31b", "gemma4-e2b"],
         "max_model_len": 131072,
         "budget": 8192,
         "gpu_ratio": 1.5,
@@ -67,6 +60,20 @@ CASES: dict[str, dict[str, Any]] = {
         "answers": (4,),
         "resets": 0.0,
         "workers": 1,
+    },
+}
+_CONTROLS = ("tight-gpu", "tight-host", "chunks", "resets", "aborts", "slow-copies")
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
+    "one-group": {**_ROOMY, "geometry": "qwen3-32b"},
+    "two-groups": {**_ROOMY, "geometry": ["gemma3-27b", "gpt-oss-20b"]},
+    **{name: {"geometry": _GEMMA4, **given} for name, given in _THEMES.items()},
+    **{f"{name}-one-group": {**_THEMES[name], "geometry": "qwen3-32b"} for name in _CONTROLS},
+    # The window is as long as a chunk.
+    "chunks-short-window": {
+        **_THEMES["chunks"],
+        "geometry": "gpt-oss-20b",
+        "blocks_per_chunk": [8, 16],
     },
 }
 # Cases of settings that a pin does not have.

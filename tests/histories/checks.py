@@ -253,9 +253,7 @@ def at_end(world: World) -> None:
             raise Violation("I8", f"{copy.name} was submitted and nobody asks for it")
     for name, size in state_sizes(world).items():
         if size != world.at_rest[name]:
-            raise Violation(
-                "I8", f"{name} has {size} entries when nothing is left to do"
-            )
+            raise Violation("I8", f"{name} has {size} entries when nothing is left to do")
     _check_gpu_pool(world)
     _check_host_pool(world)
     _check_tokens(world)

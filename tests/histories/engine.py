@@ -167,18 +167,14 @@ class Engine:
         factor = settings.blocks_per_chunk
         self.host_chunks = max(
             1,
-            sum(
-                settings.host_tokens // (group.block_size * factor) for group in self.groups
-            ),
+            sum(settings.host_tokens // (group.block_size * factor) for group in self.groups),
         )
         host_bytes = self.host_chunks * factor * sum(map(pin.bytes_per_block, worker_plans))
         config.kv_transfer_config.kv_connector_extra_config.update(
             pin.connector_options(settings, len(self.groups), host_bytes)
         )
         kv_cache_utils.NONE_HASH = FIRST
-        self.block_hasher = kv_cache_utils.get_request_block_hasher(
-            hash_block_size, hash_block
-        )
+        self.block_hasher = kv_cache_utils.get_request_block_hasher(hash_block_size, hash_block)
         self.scheduler: Scheduler = (
             AsyncScheduler if settings.async_scheduling else Scheduler
         )(
@@ -244,9 +240,7 @@ class Engine:
             run()
         return result
 
-    def _run_v2(
-        self, worker: Worker, step: SchedulerOutput, run: Callable[[], None]
-    ) -> Any:
+    def _run_v2(self, worker: Worker, step: SchedulerOutput, run: Callable[[], None]) -> Any:
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
         runner = ActiveKVConnector.__new__(ActiveKVConnector)
@@ -278,9 +272,7 @@ class Engine:
         config.parallel_config.rank = rank
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}
-        connector = KVConnectorFactory.create_connector(
-            config, KVConnectorRole.WORKER, plan
-        )
+        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, plan)
         return Worker(rank, connector, config)
 
 

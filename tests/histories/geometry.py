@@ -1,5 +1,6 @@
 """The KV cache shapes that the histories run on, at the models' real scale."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +42,12 @@ class Geometry:
         return next((layer.window for layer in self.layers if layer.window), None)
 
     def stages(self, count: int) -> list[dict[str, KVCacheSpec]]:
-        """The layers of each pipeline stage; later stages get what does not divide."""
-        size = len(self.layers) // count
-        cuts = [stage * size for stage in range(count)] + [len(self.layers)]
+        """The layers of each pipeline stage, each stage longer than the one before."""
+        parts = count * (count + 1) // 2
+        ends = [len(self.layers) * n * (n + 1) // 2 // parts for n in range(count + 1)]
         return [
             {layer.name: layer.spec(self.block_size) for layer in self.layers[start:stop]}
-            for start, stop in zip(cuts, cuts[1:], strict=False)
+            for start, stop in itertools.pairwise(ends)
         ]
 
 

@@ -291,7 +291,10 @@ class CopyEngine:
             busy = writers[blocks] + readers[blocks] if writes else writers[blocks]
             for block in blocks[busy > 0][:1]:
                 other = next(
-                    c for c in self.pending for g, b in self._uses(c) if g == is_gpu and block in b
+                    c
+                    for c in self.pending
+                    for g, b in self._uses(c)
+                    if g == is_gpu and block in b
                 )
                 raise Violation(
                     "I2" if not writes or other.is_store == is_gpu else "I3",

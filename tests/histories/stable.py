@@ -39,4 +39,4 @@ def hash_block(value: tuple) -> Hash:
     """Hash of (hash of the block before, tokens, what else tells blocks apart)."""
     before, tokens, extra = value
     mixed = hash((before, tokens, 0 if extra is None else zlib.crc32(repr(extra).encode())))
-    return Hash((mixed & (1 << 64) - 1).to_bytes(8, "big") + before[:4])
+    return Hash((mixed & (1 << 64) - 1).to_bytes(8, "big"))

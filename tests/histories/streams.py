@@ -56,9 +56,7 @@ class Stream:
         # At index i, what stands for the first i tokens: a sum that can be continued, and
         # the same, spread.
         self._sums = np.zeros(size + 64, dtype=np.uint64)
-        np.cumsum(
-            prompt.astype(np.uint64) * _weights(len(prompt)), out=self._sums[1:size]
-        )
+        np.cumsum(prompt.astype(np.uint64) * _weights(len(prompt)), out=self._sums[1:size])
         self._marks = np.zeros(size + 64, dtype=np.uint64)
         self._marks[:size] = _mix(self._sums[:size])
 

@@ -100,9 +100,9 @@ class World:
         self.loaded = [np.zeros(engine.num_blocks, dtype=bool) for _ in engine.workers]
         self._lagging: list[Batch | None] = [None] * len(engine.workers)
         # Steps whose output the scheduler has not seen yet.
-        self._in_flight: collections.deque[
-            tuple[SchedulerOutput, Batch, ModelRunnerOutput]
-        ] = collections.deque()
+        self._in_flight: collections.deque[tuple[SchedulerOutput, Batch, ModelRunnerOutput]] = (
+            collections.deque()
+        )
         # The step that the workers are running: where requests start.
         self.starts: dict[str, int] = {}
         self._aborts: list[str] = []
@@ -176,9 +176,7 @@ class World:
         request = self.requests.get(Name(name))
         if request is not None and not request.is_finished():
             self.model.gone.add(request.request_id)
-            self.scheduler.finish_requests(
-                request.request_id, RequestStatus.FINISHED_ABORTED
-            )
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def _reset(self, running: bool, connector: bool) -> None:
         if running and self.settings.async_scheduling and not self.pin.RESETS_RUNNING_ASYNC:
@@ -237,9 +235,7 @@ class World:
             self.model.run(batch, self.gpus[rank], rank)
             self.copies[rank].begin_stores()
 
-    def _update(
-        self, step: SchedulerOutput, batch: Batch, output: ModelRunnerOutput
-    ) -> None:
+    def _update(self, step: SchedulerOutput, batch: Batch, output: ModelRunnerOutput) -> None:
         for rank, lagging in enumerate(self._lagging):
             if lagging is batch:
                 self._catch_up(rank)
@@ -303,12 +299,12 @@ class World:
                 copies.hurry()
         waiting = [r for r in self.requests.values() if not r.is_finished()]
         if self._idle > _STUCK and waiting:
+            free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             raise Violation(
                 "I8",
                 f"step {self.now}: nothing has moved for {self._idle} steps and "
                 f"{waiting[0].request_id} ({waiting[0].status.name}) waits for ever; free "
-                f"GPU blocks: {self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}"
-                f" of {self.engine.num_blocks - 1}",
+                f"GPU blocks: {free} of {self.engine.num_blocks - 1}",
             )
 
     def _note(self, step: SchedulerOutput) -> None:

@@ -61,9 +61,7 @@ def test_a_test_that_passes_without_the_patch_proves_nothing(check):
 
 def test_a_test_that_fails_after_the_patch_is_named(check):
     files = {"vllm/config.py": "SETTING = 7\n", "tests/test_new.py": PASSING.format(8)}
-    with pytest.raises(
-        Failure, match="fail after it: tests.test_new::test_setting"
-    ):
+    with pytest.raises(Failure, match="fail after it: tests.test_new::test_setting"):
         check(files)
 
 

@@ -41,7 +41,7 @@ class Record:
 
     def __init__(self, outcome: str, reason: str, key: str, number: int):
         self.outcome, self.reason, self.key, self.number = outcome, reason, key, number
-        self.found = 0
+        self.found: set[str] = set()
         pieces = (re.escape(piece) for piece in key.split("*"))
         self.matches = re.compile(".*".join(pieces), re.DOTALL).fullmatch
 
@@ -75,7 +75,7 @@ class Expectations:
             keys = ", ".join(record.key for record in found)
             raise pytest.UsageError(f"{self._path}: {nodeid} is named more than once: {keys}")
         for record in found:
-            record.found += 1
+            record.found.add(nodeid)
             self._of[nodeid] = record
         return self._of.get(nodeid)
 
@@ -107,9 +107,9 @@ class Expectations:
             return
         asked_for = [_nodeid(config, argument) for argument in config.args]
         wrong = [
-            f"{record.key} names {record.found} tests, and not {record.number}"
+            f"{record.key} names {len(record.found)} tests, and not {record.number}"
             for record in self._records
-            if record.found != record.number
+            if len(record.found) != record.number
             and ("." in asked_for or any(map(record.within, asked_for)))
         ]
         if wrong:

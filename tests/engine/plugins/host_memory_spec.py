@@ -135,9 +135,7 @@ else:
     class HostMemorySpec(CPUOffloadingSpec):
         def get_handlers(self, kv_caches):
             if self._handlers is None:
-                self._handlers = HostMemory(
-                    kv_caches, self.block_size_factor, self.num_blocks
-                )
+                self._handlers = HostMemory(kv_caches, self.block_size_factor, self.num_blocks)
             memory = self._handlers
             yield GPULoadStoreSpec, CPULoadStoreSpec, HostMemoryHandler(memory.store)
             yield CPULoadStoreSpec, GPULoadStoreSpec, HostMemoryHandler(memory.load)

@@ -1,4 +1,4 @@
-"""The compiled CPU ops that vLLM cannot do without, in plain torch, for wheels whose own do not load.
+"""vLLM's compiled CPU ops in plain torch, for a wheel whose own do not load.
 
 The CPU wheel of vLLM 0.19.1 was compiled for torch 2.10, and torch 2.10 comes with gigabytes
 of CUDA. On the torch of the test environment its compiled ops are missing: vLLM warns and

@@ -150,9 +150,7 @@ class LabelSpec(CPUOffloadingSpec):
 
     copies: CopyEngine
 
-    def get_handlers(
-        self, kv_caches: Any
-    ) -> Iterator[tuple[type, type, OffloadingHandler]]:
+    def get_handlers(self, kv_caches: Any) -> Iterator[tuple[type, type, OffloadingHandler]]:
         self.copies.allocate(self.num_blocks, self.block_size_factor)
         sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         group_bytes = [

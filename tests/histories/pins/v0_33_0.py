@@ -93,9 +93,7 @@ def scheduler_arguments(vllm_config: Any, config: KVCacheConfig) -> dict[str, in
     return {"block_size": block_size, "hash_block_size": hash_block_size}
 
 
-def kv_caches(
-    vllm_config: Any, config: KVCacheConfig, memory: Any
-) -> dict[str, torch.Tensor]:
+def kv_caches(vllm_config: Any, config: KVCacheConfig, memory: Any) -> dict[str, torch.Tensor]:
     """The layers' caches, as a model runner lays them out in memory that nobody touches."""
     spec_of = {}
     for group in config.kv_cache_groups:
@@ -178,9 +176,7 @@ class LabelSpec(CPUOffloadingSpec):
         self.copies.allocate(self.num_chunks, self.blocks_per_chunk)
         return _Worker(
             self.copies,
-            [
-                sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
-            ],
+            [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs],
         )
 
 
