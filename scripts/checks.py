@@ -69,7 +69,7 @@ def lint_series(pin: Pin, patches: dict[str, bytes]) -> list[str]:
         problems.append(f"{pin.file.name}: patched_tree without base_tree")
     for number, (name, content) in enumerate(patches.items(), start=1):
         where = f"{pin.tag}/{name}"
-        if not re.fullmatch(rf"{number:04}-[A-Za-z0-9.-]+\.patch", name):
+        if not re.fullmatch(rf"{number:04}-[A-Za-z0-9._-]+\.patch", name):
             problems.append(f"{where}: expected a name that starts with {number:04}-")
         problems += [f"{where}: {text}" for text in _lint_message(content)]
     return problems

@@ -1,6 +1,5 @@
-"""Named kinds of histories, and the faults that the tree under test still has."""
+"""Named kinds of histories."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from .findings import Violation
@@ -31,7 +30,15 @@ _ROOMY = {
 # What is given to `random_history`; a list is a choice. `themes` run on Gemma 4 and, as a
 # control, on a model with one group.
 _THEMES: dict[str, dict[str, Any]] = {
-    "tight-gpu": {"gpu_ratio": [1.0, 1.1, 1.5], "resets": 0.0},
+    "tight-gpu": {
+        "gpu_ratio": [1.0, 1.1, 1.5],
+        "max_requests": 8,
+        "host_ratio": 10.0,
+        "resets": 0.0,
+        "floods": [0.1, 0.3],
+        "length": 16,
+        "texts": [1, 2],
+    },
     "tight-host": {"host_ratio": [0.02, 0.1, 0.3], "gpu_ratio": 2.0, "resets": 0.0},
     "chunks": {**_ROOMY, "blocks_per_chunk": [2, 8, 16, 32]},
     "resets": {**_ROOMY, "resets": 0.3},
@@ -78,23 +85,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Cases of settings that a pin does not have.
 _ABSENT = {"v0.19.1": {"keep-all", "checkpoints", "sync-loads", "runner-v2"}, "v0.33.0": set()}
-
-
-@dataclass(frozen=True)
-class KnownFault:
-    """A fault of the tree under test, to be taken out when it is fixed.
-
-    Attributes:
-        case: in which it shows.
-        invariant: that it breaks.
-        seed: of a history that shows it.
-        what: goes wrong, for a reader.
-    """
-
-    case: str
-    invariant: str
-    seed: int
-    what: str
 
 
 def cases_of(pin: str) -> list[str]:
