@@ -26,6 +26,8 @@ def main() -> int:
         say("error: another make command is at work in this folder; wait for it to end")
     except Failure as error:
         say(f"error: {error}")
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; nobody is left to tell
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

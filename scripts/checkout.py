@@ -62,24 +62,24 @@ def export(pin: Pin) -> None:
     _finish_interrupted_move(repository)
     _refuse_edits(repository)
     patches = series.export(repository, BASE, "HEAD")
-    tree = repository.tree("HEAD")
-    if patches == series.read(pin.series) and tree == pin.patched_tree:
+    base, tree = repository.tree(BASE), repository.tree("HEAD")
+    before = repository.find(HEAD)
+    # A clone may differ from the recorded source; then its trees are not the pin's.
+    ours = pin.base_tree in ("", base)
+    if patches == series.read(pin.series) and (tree == pin.patched_tree or not ours):
+        repository("update-ref", HEAD, "HEAD")
         say(f"{pin.tag}: {len(patches)} patches, unchanged")
+        return
+    series.write(pin.series, patches)
+    if ours:
+        pin.record_trees(base, tree)
     else:
-        before = repository.find(HEAD) or repository("rev-parse", BASE)
-        series.write(pin.series, patches)
-        if pin.base_tree in ("", repository.tree(BASE)):
-            pin.record_trees(repository.tree(BASE), tree)
-        else:
-            say(
-                f"note: {pin.file.name} keeps its patched_tree, since this checkout does "
-                "not stem from the recorded source"
-            )
-        say(f"{pin.tag}: {len(patches)} patches written to {pin.series}")
-        # range-diff takes no empty range.
-        if repository.find(BASE) not in (before, repository.find("HEAD")):
-            say(repository("range-diff", f"{BASE}..{before}", f"{BASE}..HEAD"))
+        say(f"note: {pin.file.name} keeps its patched_tree: this is not the recorded source")
     repository("update-ref", HEAD, "HEAD")
+    say(f"{pin.tag}: {len(patches)} patches written to {pin.series}")
+    # range-diff takes no empty range.
+    if repository.find(BASE) not in (before, repository.find("HEAD")):
+        say(repository("range-diff", f"{BASE}..{before}", f"{BASE}..HEAD"))
 
 
 def open_checkout(pin: Pin) -> Git:

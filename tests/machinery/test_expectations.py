@@ -88,6 +88,14 @@ def test_listed_skip_that_passes_fails(run, pytester):
     result.stdout.fnmatch_lines("*test_skips does not skip; take it out of known.toml")
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_test_that_may_skip_may_pass_as_well(run, pytester, skips):
+    if not skips:
+        pytester.makepyfile(test_some=TESTS.replace('@pytest.mark.skip(reason="no GPU")', ""))
+    result = run(RECORDED.replace("[[skips]]", "[[may_skip]]"))
+    result.assert_outcomes(passed=2 - skips, xfailed=4, skipped=int(skips))
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -12,6 +12,10 @@ The list names tests that fail or skip without a GPU or a network, and says why:
     reason = "..."
     tests = { ... }
 
+    [[may_skip]]
+    reason = "needs a permission that not every machine gives"
+    tests = { ... }
+
 A key is the id of a test, or of a file that skips as a whole; `*` stands for anything, and
 the number is how many ids the key names. The list can only be true: a test that fails or skips
 without being listed is a failure, so is a listed one that passes, and a key that names
@@ -58,7 +62,7 @@ class Expectations:
             groups = tomllib.loads(path.read_text())
             self._records = [
                 Record(outcome, group["reason"], key, number)
-                for outcome in ("fails", "skips")
+                for outcome in ("fails", "skips", "may_skip")
                 for group in groups.pop(outcome, ())
                 for key, number in group["tests"].items()
             ]
@@ -67,7 +71,9 @@ class Expectations:
         except KeyError as error:
             raise pytest.UsageError(f"{path}: an entry lacks {error}") from None
         if groups:
-            raise pytest.UsageError(f"{path}: neither fails nor skips: {', '.join(groups)}")
+            raise pytest.UsageError(
+                f"{path}: neither fails, skips nor may_skip: {', '.join(groups)}"
+            )
 
     def _find(self, nodeid: str) -> Record | None:
         found = [record for record in self._records if record.matches(nodeid)]
@@ -121,7 +127,7 @@ class Expectations:
         if hasattr(report, "wasxfail"):
             return report
         expected = self._expects(item.nodeid, "skips")
-        if report.skipped and not expected:
+        if report.skipped and not (expected or self._expects(item.nodeid, "may_skip")):
             _fail(report, f"skips, and {self._path} does not say so: {report.longrepr[2]}")
         if report.passed and report.when == "call" and expected:
             _fail(report, f"does not skip; take it out of {self._path}")
