@@ -17,13 +17,14 @@ scripts := $(tools)/bin/python -m scripts
 pin := $(if $(PIN),--pin $(PIN))
 wheel := $(pin) $(if $(VARIANT),--variant $(VARIANT)) $(if $(ARCH),--arch $(ARCH))
 
+.NOTPARALLEL:
 .PHONY: apply build test where export check bisect clean
 
 apply: $(tools)/ready
-	@$(scripts) apply $(pin) $(if $(filter 1,$(RESOLVE)),--resolve)
+	@$(scripts) apply $(pin) $(if $(RESOLVE),--resolve)
 
 build: $(tools)/ready
-	@$(scripts) build $(wheel) $(if $(filter 1,$(SOURCE)),--source)
+	@$(scripts) build $(wheel) $(if $(SOURCE),--source)
 
 where: $(tools)/ready
 	@$(scripts) where $(wheel)

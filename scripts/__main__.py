@@ -29,9 +29,9 @@ def main() -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; nobody is left to tell
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        say(f"error: no space left for {error.filename or 'a file'}: free some and run again")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = ": free some and run again" if full else ""
+        say(f"error: {error.strerror or error}: {error.filename or 'a file'}{advice}")
     except KeyboardInterrupt:
         say("error: interrupted; run the command again to go on")
         return 130

@@ -14,7 +14,7 @@ from pathlib import Path
 from scripts import checkout, environment, series, testing, wheel
 from scripts.git import Git
 from scripts.pins import Pin
-from scripts.shell import Failure, run, say
+from scripts.shell import Failure, everything, run, say
 from scripts.upstream_lint import lint
 
 
@@ -136,7 +136,7 @@ def run_tests(pin: Pin, python: Path, tree: Git, tests: list[str]) -> Outcome:
         )
         root = ElementTree.parse(report).getroot()
     except ElementTree.ParseError:
-        raise Failure(f"pytest did not run to its end:\n{done.stdout[-4000:]}") from None
+        raise Failure(f"pytest did not run to its end:\n{everything(done)[-4000:]}") from None
     finally:
         Path(report).unlink()
     passed, failed = set(), set()
@@ -146,4 +146,4 @@ def run_tests(pin: Pin, python: Path, tree: Git, tests: list[str]) -> Outcome:
             failed.add(test)
         elif case.find("skipped") is None:
             passed.add(test)
-    return Outcome(frozenset(passed - failed), frozenset(failed), done.stdout[-4000:])
+    return Outcome(frozenset(passed - failed), frozenset(failed), everything(done)[-4000:])

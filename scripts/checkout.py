@@ -6,6 +6,7 @@ agreed. Anything else in the checkout is the user's.
 """
 
 import contextlib
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ BASE = "refs/series/base"
 HEAD = "refs/series/head"
 # Set while the working tree moves to a new series, to tell an interrupted move from edits.
 _NEXT = "refs/series/next"
+# A file of the checkout's git folder: which series is being resolved in it.
+_RESOLVING = "series-resolving"
 
 
 def apply(pin: Pin, *, resolve: bool = False) -> None:
@@ -66,11 +69,15 @@ def export(pin: Pin) -> None:
     before = repository.find(HEAD)
     # A clone may differ from the recorded source; then its trees are not the pin's.
     ours = pin.base_tree in ("", base)
-    if patches == series.read(pin.series) and (tree == pin.patched_tree or not ours):
+    there = series.read(pin.series) if (pin.series / "series").is_file() else {}
+    if patches == there and (tree == pin.patched_tree or not ours):
         repository("update-ref", HEAD, "HEAD")
         say(f"{pin.tag}: {len(patches)} patches, unchanged")
         return
+    _refuse_overwriting(pin, repository, there, patches)
+    replay(repository, patches)
     series.write(pin.series, patches)
+    repository.path(_RESOLVING).unlink(missing_ok=True)
     if ours:
         pin.record_trees(base, tree)
     else:
@@ -80,6 +87,58 @@ def export(pin: Pin) -> None:
     # range-diff takes no empty range.
     if repository.find(BASE) not in (before, repository.find("HEAD")):
         say(repository("range-diff", f"{BASE}..{before}", f"{BASE}..HEAD"))
+
+
+def replay(repository: Git, patches: dict[str, bytes]) -> None:
+    """Prove that the patches lead to HEAD and back to the same bytes.
+
+    Raises:
+        Failure: they do not, which is for the author of a commit to mend.
+    """
+    with scratch_worktree(repository, BASE) as scratch, tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in patches]
+        for path in paths:
+            path.write_bytes(patches[path.name])
+        try:
+            series.apply(scratch, paths)
+            again = series.export(scratch, BASE, "HEAD")
+        except Failure as error:
+            raise Failure(
+                f"nothing was written, as a commit is no good patch: {error}"
+            ) from None
+        if again != patches or scratch.tree("HEAD") != repository.tree("HEAD"):
+            wrong = sorted(n for n in again.keys() | patches if again.get(n) != patches.get(n))
+            raise Failure(
+                "nothing was written: a commit does not survive as a patch "
+                f"({', '.join(wrong) or 'its files'}). Look for a line `---`, `From:` or "
+                "`Subject:` in its message, an empty commit, or odd line ends."
+            )
+
+
+def _refuse_overwriting(
+    pin: Pin, repository: Git, there: dict[str, bytes], patches: dict[str, bytes]
+) -> None:
+    """Stop if patches/ holds what neither the last apply or export nor the checkout knows."""
+    if not there:
+        return  # a new pin, or an interrupted export
+    if not patches:
+        raise Failure(f"the checkout has no commits, patches/{pin.tag} has {len(there)}")
+    resolving = repository.path(_RESOLVING)
+    if resolving.is_file() and resolving.read_text() == _digest(there):
+        return
+    agreed = series.export(repository, BASE, HEAD)
+    foreign = [n for n, c in there.items() if c not in (agreed.get(n), patches.get(n))]
+    foreign += [n for n in agreed.keys() & patches.keys() if n not in there]
+    if foreign:
+        raise Failure(
+            f"patches/{pin.tag} has changed since it was applied here: "
+            f"{', '.join(sorted(foreign))}. Keep the checkout's commits on a branch, "
+            "`git reset --keep refs/series/head`, `make apply`, and bring them back."
+        )
+
+
+def _digest(patches: dict[str, bytes]) -> str:
+    return hashlib.sha256(repr(list(patches.items())).encode()).hexdigest()
 
 
 def open_checkout(pin: Pin) -> Git:
@@ -172,6 +231,7 @@ def _create(pin: Pin, patches: dict[str, bytes], *, resolve: bool) -> None:
         except Failure as error:
             if not resolve:
                 raise _with_way_on(pin, error) from None
+            repository.path(_RESOLVING).write_text(_digest(patches))
             conflict = Failure(str(error).replace(str(partial), str(pin.checkout)))
         else:
             if not resolve:
@@ -189,6 +249,7 @@ def _update(pin: Pin, repository: Git, *, resolve: bool) -> None:
     if resolve:
         repository("reset", "--quiet", "--keep", BASE)
         repository("update-ref", HEAD, BASE)
+        repository.path(_RESOLVING).write_text(_digest(series.read(pin.series)))
         series.apply(repository, _paths(pin), three_way=True)
         repository("update-ref", HEAD, "HEAD")
         return
@@ -214,7 +275,14 @@ def _finish_interrupted_move(repository: Git) -> None:
     new = repository.find(_NEXT)
     if new is None:
         return
-    for path in repository("diff", "--name-only", "HEAD", new).splitlines():
+    if repository.find("HEAD") not in (repository.find(HEAD), new):
+        raise Failure(
+            f"{repository.folder} has commits made after an interrupted `make apply`; look at "
+            f"`git log`, then `git update-ref -d {_NEXT}` and run the command again"
+        )
+    for path in (entry[3:] for entry in repository("status", "--porcelain", "-z").split("\0")):
+        if not path:
+            continue
         file = repository.folder / path
         found = repository("hash-object", path) if file.is_file() else None
         if found not in {repository.find(f"{side}:{path}") for side in ("HEAD", new)}:
@@ -244,10 +312,12 @@ def _refuse_edits(repository: Git) -> None:
 
 
 def _refuse_commits(repository: Git) -> None:
-    if commits := repository("log", "--oneline", HEAD + "..HEAD"):
+    if repository.find("HEAD") != repository.find(HEAD):
+        commits = repository("log", "--oneline", "--left-right", HEAD + "...HEAD")
         raise Failure(
-            f"{repository.folder} has commits that are not in patches/:\n{commits}\n"
-            "`make export` keeps them; `git reset --keep refs/series/head` drops them."
+            f"{repository.folder} has commits that are not in patches/ (>), or lacks some (<):"
+            f"\n{commits}\n`make export` writes the series as it is there; "
+            "`git reset --keep refs/series/head` goes back to what was applied."
         )
 
 

@@ -7,7 +7,7 @@ import re
 from scripts import checkout, series
 from scripts.git import Git
 from scripts.pins import ROOT, Pin
-from scripts.shell import Failure, say
+from scripts.shell import Failure, everything, say
 from scripts.upstream_lint import lint, run_pre_commit
 
 # vLLM asks for an RFC beyond this many product lines, and wants bug fixes below the first.
@@ -27,7 +27,7 @@ def check(pins: list[Pin]) -> None:
         report_sizes(pin, patches)
     done = run_pre_commit(ROOT, "--all-files")
     if done.returncode:
-        raise Failure(f"the project's lint complains:\n{done.stdout.rstrip()}")
+        raise Failure(f"the project's lint complains:\n{everything(done)}")
     say("project: lint clean")
     for pin in pins:
         if not pin.checkout.exists():

@@ -1,10 +1,11 @@
 """Git, with the user's and the machine's settings out of the way."""
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.shell import Failure, run
+from scripts.shell import Failure, everything, run
 
 # Commit ids must depend on content only, so the committer is fixed too.
 IDENTITY = ("Gemma 4 KV offloading project", "gemma4kv@users.noreply.github.com")
@@ -21,6 +22,7 @@ _SETTINGS = {
     # A moved file is shown whole, so that every file's blob ids stand in the patch.
     "diff.renames": "false",
     "diff.context": "3",
+    "diff.interHunkContext": "0",
     "diff.noprefix": "false",
     "diff.mnemonicPrefix": "false",
 }
@@ -45,12 +47,8 @@ class Git:
     ) -> subprocess.CompletedProcess[str]:
         """Like a call, but an exit status other than 0 is the caller's to judge."""
         settings = [item for pair in _SETTINGS.items() for item in ("-c", "=".join(pair))]
-        environment: dict[str, str | None] = {
-            # A hook that calls us names its own repository; ours is `folder`, and if that
-            # is none, the project around it must not be taken for it.
-            "GIT_DIR": None,
-            "GIT_WORK_TREE": None,
-            "GIT_INDEX_FILE": None,
+        environment: dict[str, str | None] = _no_inherited_settings() | {
+            # If `folder` is no repository, the project around it must not be taken for it.
             "GIT_CEILING_DIRECTORIES": str(self.folder.parent),
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -87,6 +85,16 @@ class Git:
         return self.folder / self("rev-parse", "--git-path", name)
 
 
+def _no_inherited_settings() -> dict[str, str | None]:
+    """Take out what a hook or a `git -c` around us says about another repository."""
+    transport = ("GIT_SSL_", "GIT_SSH", "GIT_HTTP", "GIT_PROXY", "GIT_ASKPASS", "GIT_EXEC_PATH")
+    return {
+        name: None
+        for name in os.environ
+        if name.startswith("GIT_") and not name.startswith(transport)
+    }
+
+
 def fetch_tag(repository: Git, source: str, tag: str, timeout: float) -> str:
     """Fetch one tag, with the user's own network settings, and return its commit.
 
@@ -95,16 +103,20 @@ def fetch_tag(repository: Git, source: str, tag: str, timeout: float) -> str:
     """
     refspec = f"refs/tags/{tag}:refs/tags/{tag}"
     base = ["git", "-C", repository.folder]
-    quiet = {"GIT_TERMINAL_PROMPT": "0"}
+    settings = _no_inherited_settings()
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"):
+        settings.pop(name, None)
+    quiet = settings | {"GIT_TERMINAL_PROMPT": "0"}
+    # A plain path would be taken relative to the new repository, and as a local clone,
+    # which cannot be shallow.
+    if Path(source).expanduser().is_dir():
+        source = Path(source).expanduser().resolve().as_uri()
     # Ask first: a server that does not answer should cost seconds, a fetch may take long.
     asked = run([*base, "ls-remote", "--exit-code", source, f"refs/tags/{tag}"],
                 env=quiet, check=False, timeout=timeout)  # fmt: skip
     if asked.returncode == 2:
         raise Failure(f"{source} has no tag {tag}")
     if asked.returncode:
-        raise Failure(f"{source} cannot be read: {asked.stdout.strip()}")
-    # A shallow fetch needs a transport; a plain path would be taken as a local clone.
-    if Path(source).is_dir():
-        source = Path(source).resolve().as_uri()
+        raise Failure(f"{source} cannot be read: {everything(asked)}")
     run([*base, "fetch", "--quiet", "--depth=1", "--no-tags", source, refspec], env=quiet)
     return repository("rev-parse", f"refs/tags/{tag}^{{commit}}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import unidiff
 
 from scripts.git import Git
-from scripts.shell import Failure
+from scripts.shell import Failure, everything
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def names(folder: Path) -> list[str]:
 
 def read(folder: Path) -> dict[str, bytes]:
     """Content of every patch, by name, in order; empty where there is no series yet."""
-    if not (folder / "series").is_file():
+    if not (folder / "series").is_file() and not list(folder.glob("*.patch")):
         return {}
     return {name: (folder / name).read_bytes() for name in names(folder)}
 
@@ -74,8 +74,14 @@ def write(folder: Path, patches: dict[str, bytes]) -> None:
 def touched(patch: bytes) -> list[TouchedFile]:
     """The files of one patch, read from its `index` lines and hunks."""
     files = []
-    for file in unidiff.PatchSet(patch.decode()):
+    try:
+        parsed = unidiff.PatchSet(patch.decode(errors="surrogateescape"))
+    except unidiff.UnidiffParseError as error:
+        raise Failure(f"a patch cannot be read: {error}") from None
+    for file in parsed:
         before, after = _blob_ids(file.patch_info or [])
+        if before is after is None:
+            continue  # only the mode changes, and no wheel carries that
         files.append(TouchedFile(file.path, before, after, file.added, file.removed))
     return files
 
@@ -98,25 +104,34 @@ def apply(repository: Git, patches: list[Path], *, three_way: bool = False) -> N
             and working tree are then as before, except that with `three_way` the
             conflict is left in the working tree to be resolved.
     """
-    options = ["--keep-non-patch", "--committer-date-is-author-date", "--no-gpg-sign"]
+    options = [
+        "--keep-non-patch",
+        "--keep-cr",
+        "--committer-date-is-author-date",
+        "--no-gpg-sign",
+    ]
     if three_way:
         options.append("--3way")
     done = repository.attempt("am", "--quiet", *options, *patches) if patches else None
     if done is None or done.returncode == 0:
         return
-    applied = int(repository.path("rebase-apply/next").read_text()) - 1
+    state = repository.path("rebase-apply/next")
+    if not state.is_file():
+        raise Failure(f"git cannot read the series: {everything(done)}")
+    applied = int(state.read_text()) - 1
     failed = patches[applied]
     if three_way:
         raise Failure(
-            f"{failed.name} conflicts:\n{done.stdout.rstrip()}\n"
+            f"{failed.name} conflicts:\n{everything(done)}\n"
             f"Resolve it in {repository.folder}, `git add` the files, "
-            "`git am --continue`, and when the last patch is in, `make export`."
+            "`git am --continue`, and when the last patch is in, `make export`. "
+            "`git am --abort` and `make apply` give up."
         )
-    reason = repository.attempt("apply", "--check", "--verbose", failed).stdout.rstrip()
+    reason = everything(repository.attempt("apply", "--check", "--verbose", failed))
     repository("am", "--abort")
     raise Failure(
         f"{failed.name} (patch {applied + 1} of {len(patches)}) does not apply:\n"
-        f"{reason or done.stdout.rstrip()}"
+        f"{reason or everything(done)}"
     )
 
 

@@ -46,7 +46,7 @@ def run(
             env={name: value for name, value in merged.items() if value is not None},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if capture else None,
-            stderr=subprocess.STDOUT if capture else None,
+            stderr=subprocess.PIPE if capture else None,
             text=True,
             errors="surrogateescape",
             timeout=timeout,
@@ -56,6 +56,11 @@ def run(
     except subprocess.TimeoutExpired:
         raise Failure(f"no answer in {timeout:.0f} s: {shlex.join(argv)}") from None
     if check and done.returncode:
-        output = f":\n{done.stdout.rstrip()}" if capture else ""
+        output = f":\n{everything(done)}" if capture else ""
         raise Failure(f"exit status {done.returncode}: {shlex.join(argv)}{output}")
     return done
+
+
+def everything(done: subprocess.CompletedProcess[str]) -> str:
+    """What a program printed, warnings included, for people to read."""
+    return f"{done.stdout}\n{done.stderr}".strip()

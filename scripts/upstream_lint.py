@@ -12,7 +12,7 @@ import yaml
 
 from scripts.git import Git
 from scripts.pins import ROOT
-from scripts.shell import Failure, run
+from scripts.shell import Failure, everything, run
 
 # Repository -> (language, package, hook id -> command that reports and changes nothing).
 _PACKAGED = {
@@ -66,7 +66,7 @@ def lint(worktree: Git, files: list[str]) -> None:
     config.write_text(yaml.safe_dump(_derive(original), sort_keys=False))
     done = run_pre_commit(worktree.folder, "--config", config, "--files", *present)
     if done.returncode:
-        raise Failure(f"vLLM's lint complains:\n{done.stdout.rstrip()}")
+        raise Failure(f"vLLM's lint complains:\n{everything(done)}")
 
 
 def run_pre_commit(folder: Path, *arguments: str | Path):

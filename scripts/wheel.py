@@ -24,7 +24,7 @@ from scripts.checkout import require_series
 from scripts.downloads import fetch
 from scripts.git import Git
 from scripts.pins import Pin, Wheel
-from scripts.shell import Failure, run, say
+from scripts.shell import Failure, everything, run, say
 
 # Paths on whose account vLLM itself does not reuse published binaries, and dependencies.
 _COMPILED = ("csrc/", "cmake/", "CMakeLists.txt", "rust/", "setup.py", "vllm/_custom_ops.py")
@@ -65,12 +65,13 @@ def build(pin: Pin, variant: str, arch: str) -> Path:
     inputs = json.dumps(
         {
             "published": wheel.artefact.sha256,
+            "kept": sorted(wheel.keep),
             "tree": repository.tree("HEAD"),
             "version": pin.full_version,
             "recipe": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
         }
     )
-    if target.is_file() and stamp.is_file() and stamp.read_text() == inputs:
+    if target.is_file() and stamp.is_file() and stamp.read_text() == inputs + _sha256(target):
         say(f"{pin.tag}: {target} is up to date")
         return target
 
@@ -91,8 +92,8 @@ def build(pin: Pin, variant: str, arch: str) -> Path:
         (result,) = packed.iterdir()
         _check_result(published, result, wheel, taken, effect)
         result.replace(target)
-    stamp.write_text(inputs)
-    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    digest = _sha256(target)
+    stamp.write_text(inputs + digest)
     say(f"{pin.tag}: {target}\n  {target.stat().st_size} bytes, sha256 {digest}")
     return target
 
@@ -110,7 +111,7 @@ def build_from_source(pin: Pin, variant: str, python: str) -> None:
     if probe.returncode:
         raise Failure(
             f"{python} cannot build vLLM {pin.version} for {target}:\n"
-            f"{probe.stdout.rstrip()}\nInstall these, or name another interpreter with "
+            f"{everything(probe)}\nInstall these, or name another interpreter with "
             "SOURCE_PYTHON=. `make build` without SOURCE=1 compiles nothing."
         )
     pin.dist.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,12 @@ def _take_python(repository: Git, wheel: Wheel, tree: Path, effect: dict) -> set
         members = [m for m in tar if m.isfile() and not _stays(m.name, wheel)]
         tar.extractall(tree, members, filter="data")
     archive.unlink()
-    return {member.name for member in members}
+    taken = {member.name for member in members}
+    # Attributes may keep files out of an archive, or change them on the way.
+    for path in set(wanted) - {"vllm"}:
+        if path not in taken or _blob_id(tree / path) != effect[path][1]:
+            raise Failure(f"{path} did not reach the wheel as the series has it")
+    return taken
 
 
 def _stays(path: str, wheel: Wheel) -> bool:
@@ -261,6 +267,11 @@ def _substitute(file: Path, pattern: str, replacement: str) -> None:
     if count != 1:
         raise Failure(f"{file.name}: expected one line like {pattern!r}, found {count}")
     file.write_text(head + blank + body)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _blob_id(file: Path) -> str:

@@ -153,7 +153,7 @@ def test_local_commits_are_named_and_kept(applied):
     applied.commit_in_checkout("vllm/mine.py", "precious\n", "[Core] Mine")
     # Somebody else's series arrives meanwhile.
     drop_last_patch(applied)
-    with pytest.raises(Failure, match=r"not in patches/:\n\w+ \[Core\] Mine"):
+    with pytest.raises(Failure, match=r"not in patches/ (?s:.*)\[Core\] Mine"):
         checkout.apply(applied.load())
     assert (applied.load().checkout / "vllm/mine.py").read_text() == "precious\n"
 
@@ -346,6 +346,49 @@ checkout.apply(pins.load({TAG!r}, Path({str(upstream.root)!r})))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
+
+
+def test_edits_beside_an_interrupted_move_are_kept(applied):
+    drop_last_patch(applied)
+    kill_inside(applied, "_move_half")
+    mine = applied.load().checkout / "vllm/engine.py"
+    mine.write_text("precious\n")
+    with pytest.raises(Failure, match="engine.py was edited after an interrupted"):
+        checkout.apply(applied.load())
+    assert mine.read_text() == "precious\n"
+
+
+def test_commits_after_an_interrupted_move_are_kept(applied):
+    drop_last_patch(applied)
+    kill_inside(applied, "_move_half")
+    folder = applied.load().checkout
+    (folder / ".git/index.lock").unlink()
+    git(folder, "checkout", "--quiet", ".")
+    applied.commit_in_checkout("vllm/mine.py", "", "[Core] Mine")
+    mine = git(folder, "rev-parse", "HEAD")
+    with pytest.raises(Failure, match="commits made after an interrupted"):
+        checkout.apply(applied.load())
+    assert git(folder, "rev-parse", "HEAD") == mine
+
+
+def test_a_dropped_commit_is_not_put_back_in_silence(applied):
+    git(applied.load().checkout, "reset", "--quiet", "--hard", "HEAD~1")
+    with pytest.raises(Failure, match=r"lacks some \(<\)"):
+        checkout.apply(applied.load())
+
+
+def test_a_missing_series_file_is_named(applied):
+    (applied.load().series / "series").unlink()
+    with pytest.raises(Failure, match="series is missing"):
+        checkout.apply(applied.load())
+
+
+def test_an_empty_patch_file_is_named(applied):
+    names = list(series.read(applied.load().series))
+    (applied.load().series / names[-1]).write_bytes(b"")
+    forget_checkout(applied)
+    with pytest.raises(Failure, match="git cannot read the series|does not apply"):
+        checkout.apply(applied.load())
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(upstream):

@@ -175,3 +175,72 @@ def test_a_patch_too_large_for_vllm_is_refused(applied, capsys):
     checkout.export(applied.load())
     with pytest.raises(Failure, match="more than 500 product lines"):
         checks.report_sizes(applied.load(), series.read(applied.load().series))
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ("[Core] Cut\n\nWhy.\n\n---\n\nThe rest is lost.", "does not survive as a patch"),
+        ("[Core] Diff\n\ndiff --git a/x b/x\n", "nothing was written"),
+        ("[Core] Other\n\nFrom: Nobody <n@example.org>\n\nWhy.", "does not survive"),
+    ],
+)
+def test_a_commit_that_is_no_good_patch_is_refused_and_nothing_written(
+    applied, message, complaint
+):
+    before = files(applied.load().series)
+    applied.commit_in_checkout("vllm/third.py", "", "x")
+    git(applied.load().checkout, "commit", "--quiet", "--amend", "--message", message)
+    with pytest.raises(Failure, match=complaint):
+        checkout.export(applied.load())
+    assert files(applied.load().series) == before
+
+
+def test_an_empty_commit_is_refused(applied):
+    before = files(applied.load().series)
+    git(applied.load().checkout, "commit", "--quiet", "--allow-empty", "--message", "[Core] No")
+    with pytest.raises(Failure, match="nothing was written"):
+        checkout.export(applied.load())
+    assert files(applied.load().series) == before
+
+
+def test_line_ends_survive(applied):
+    applied.commit_in_checkout("vllm/dos.py", "one = 1\r\ntwo = 2\r\n", "[Core] Line ends")
+    checkout.export(applied.load())
+    round_trip(applied.load())
+
+
+def test_a_newer_series_is_not_overwritten(applied):
+    """As after a `git pull`: patches/ moved on, the checkout did not."""
+    patches = series.read(applied.load().series)
+    patches.popitem()
+    series.write(applied.load().series, patches)
+    with pytest.raises(Failure, match="has changed since it was applied here"):
+        checkout.export(applied.load())
+    assert series.read(applied.load().series) == patches
+
+
+def test_a_checkout_without_commits_does_not_empty_the_series(applied):
+    before = files(applied.load().series)
+    git(applied.load().checkout, "reset", "--quiet", "--hard", "refs/series/base")
+    with pytest.raises(Failure, match="the checkout has no commits"):
+        checkout.export(applied.load())
+    assert files(applied.load().series) == before
+
+
+def test_a_change_of_mode_alone_is_no_removal(applied):
+    (applied.load().checkout / "vllm/config.py").chmod(0o755)
+    git(applied.load().checkout, "commit", "--quiet", "--all", "--message", "[Core] Mode")
+    checkout.export(applied.load())
+    effect = series.net_effect(series.read(applied.load().series))
+    assert effect["vllm/config.py"][1] is not None
+
+
+def test_what_surrounds_us_does_not_show_in_a_patch(applied, monkeypatch):
+    before = files(applied.load().series)
+    monkeypatch.setenv("GIT_DIFF_OPTS", "-u10")
+    monkeypatch.setenv("GIT_CONFIG_PARAMETERS", "'format.signoff'='true'")
+    monkeypatch.setenv("GIT_TRACE", "1")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    checkout.export(applied.load())
+    assert files(applied.load().series) == before
