@@ -1,9 +1,16 @@
-"""`python -m tests.histories`: replay random histories, or one that was saved."""
+"""`python -m tests.histories`: replay random histories, or one that was saved.
+
+Failures are shown with the command that repeats them and shrunk to a short history.
+"""
 
 import argparse
 import ast
+import multiprocessing
+import shlex
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +19,14 @@ from .findings import INVARIANTS, Violation
 from .generate import random_history
 from .geometry import GEOMETRIES
 from .history import History
-from .shrink import shrink
+from .shrink import failure_of, shrink
 from .world import Report, replay
+
+# Histories that a process replays at a time.
+_PORTION = 10
+
+Given = dict[str, Any]
+Failures = dict[int, tuple[str, str]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,31 +37,60 @@ def main(arguments: list[str] | None = None) -> int:
     given |= dict(options.set)
     if options.geometry:
         given["geometry"] = options.geometry
-    report, start, failures = Report(), time.monotonic(), 0
-    for seed in range(options.seed, options.seed + options.histories):
-        history = random_history(seed, given)
-        try:
-            report.add(replay(history))
-        except Violation as violation:
-            failures += 1
-            _show_failure(options, seed, history, violation)
-            if failures >= options.failures:
-                break
-    seconds = time.monotonic() - start
-    count = seed - options.seed + 1
+    report, start, count, failed = Report(), time.monotonic(), 0, 0
+    for seeds, part, failures in _portions(options, given):
+        report.add(part)
+        count += len(seeds)
+        for seed, (invariant, message) in failures.items():
+            failed += 1
+            _show_failure(options, given, seed, Violation(invariant, message))
+        if failed >= options.failures:
+            break
+    minutes = (time.monotonic() - start) / 60
     print(
-        f"{count} histories, {report.steps} steps in {seconds:.0f} s "
-        f"({60 * count / seconds:.0f} histories, {60 * report.steps / seconds:.0f} steps a "
-        f"minute); {report.requests} requests, {report.preemptions} preemptions, "
+        f"{count} histories, {report.steps} steps in {60 * minutes:.0f} s "
+        f"({count / minutes:.0f} histories, {report.steps / minutes:.0f} steps a minute); "
+        f"{report.requests} requests, {report.preemptions} preemptions, "
         f"{report.stores} stores of {report.stored_blocks} blocks, {report.loads} loads of "
         f"{report.loaded_blocks} blocks for {report.loaded_tokens} tokens; "
-        f"{failures} failures"
+        f"{failed} failures"
     )
-    return int(failures > 0)
+    return int(failed > 0)
+
+
+def _portions(
+    options: argparse.Namespace, given: Given
+) -> Iterator[tuple[range, Report, Failures]]:
+    end = options.seed + options.histories
+    portions = [
+        range(seed, min(seed + _PORTION, end)) for seed in range(options.seed, end, _PORTION)
+    ]
+    if options.jobs == 1:
+        for seeds in portions:
+            yield seeds, *_replay_all(seeds, given)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context) as pool:
+        results = [pool.submit(_replay_all, seeds, given) for seeds in portions]
+        try:
+            for seeds, result in zip(portions, results, strict=True):
+                yield seeds, *result.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _replay_all(seeds: range, given: Given) -> tuple[Report, Failures]:
+    report, failures = Report(), {}
+    for seed in seeds:
+        try:
+            report.add(replay(random_history(seed, given)))
+        except Violation as violation:
+            failures[seed] = violation.invariant, violation.message
+    return report, failures
 
 
 def _show_failure(
-    options: argparse.Namespace, seed: int, history: History, violation: Violation
+    options: argparse.Namespace, given: Given, seed: int, violation: Violation
 ) -> None:
     print(f"seed {seed} breaks {violation}")
     print(f"  that is: {INVARIANTS[violation.invariant]}")
@@ -57,25 +99,23 @@ def _show_failure(
         command.append(f"--case {options.case}")
     if options.geometry:
         command.append(f"--geometry {options.geometry}")
-    command += [f"--set {name}={value!r}" for name, value in options.set]
+    command += [f"--set {shlex.quote(f'{name}={value!r}')}" for name, value in options.set]
     print(f"  repeat: {' '.join(command)}", flush=True)
     if options.shrink:
-        small = shrink(history, violation.invariant, seconds=options.shrink)
-        print(f"  shrunken history:\n{small.to_json()}", flush=True)
+        small = shrink(random_history(seed, given), violation.invariant, seconds=options.shrink)
+        print(f"  shrunken history, which breaks {failure_of(small)}:\n{small.to_json()}")
         if options.save:
             options.save.mkdir(parents=True, exist_ok=True)
             path = options.save / f"{violation.invariant.lower()}-seed-{seed}.json"
             path.write_text(small.to_json())
-            print(f"  saved as {path}")
+            print(f"  saved as {path}", flush=True)
 
 
 def _replay_file(path: Path) -> int:
-    try:
-        print(replay(History.load(path)))
-    except Violation as violation:
+    violation = failure_of(History.load(path), lambda history: print(replay(history)))
+    if violation is not None:
         print(f"{path} breaks {violation}")
-        return 1
-    return 0
+    return int(violation is not None)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -90,11 +130,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="give a setting, or part of the mix, a value: --set blocks_per_chunk=8",
+        help="give a setting, or part of the mix, a value: --set blocks_per_chunk=8; a list "
+        "is a choice",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many")
     parser.add_argument(
-        "--shrink", type=float, default=30, metavar="SECONDS", help="0 leaves failures as found"
+        "--shrink",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="time to make a failure small; 0 leaves it as found",
     )
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep shrunken failures")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="replay a saved history")

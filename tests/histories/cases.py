@@ -69,7 +69,16 @@ _THEMES: dict[str, dict[str, Any]] = {
         "workers": 1,
     },
 }
-_CONTROLS = ("tight-gpu", "tight-host", "chunks", "resets", "aborts", "slow-copies")
+_CONTROLS = (
+    "tight-gpu",
+    "tight-host",
+    "chunks",
+    "resets",
+    "aborts",
+    "slow-copies",
+    "pipeline",
+    "failing-copies",
+)
 CASES: dict[str, dict[str, Any]] = {
     **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
     "one-group": {**_ROOMY, "geometry": "qwen3-32b"},

@@ -106,17 +106,23 @@ def _place_blocks(world: World, copy: Copy, where: str) -> None:
 
 
 def _check_nobody_else_sees(world: World, copy: Copy, where: str) -> None:
-    """I3: one reference, and not in the prefix cache."""
-    blocks = world.scheduler.kv_cache_manager.block_pool.blocks
-    for block_id in copy.gpu.tolist():
-        block = blocks[block_id]
-        if block.ref_cnt != 1 or block.block_hash is not None:
+    """I3: in no other request's table, and not in the prefix cache."""
+    manager = world.scheduler.kv_cache_manager
+    written = np.zeros(world.engine.num_blocks, dtype=bool)
+    written[copy.gpu] = True
+    for name in world.scheduler.requests:
+        if name == copy.owner:
+            continue
+        for table in manager.get_block_ids(name):
+            ids = np.array(table, dtype=np.int64)
+            for block in ids[written[ids]][:1]:
+                raise Violation(
+                    "I3", f"{where} writes GPU block {block}, which {name} uses as well"
+                )
+    for block in copy.gpu.tolist():
+        if manager.block_pool.blocks[block].block_hash is not None:
             raise Violation(
-                "I3",
-                f"{where} writes GPU block {block_id}, which others can see: "
-                f"{block.ref_cnt} references, "
-                + ("not " if block.block_hash is None else "")
-                + "in the prefix cache",
+                "I3", f"{where} writes GPU block {block}, which is in the prefix cache already"
             )
 
 

@@ -94,7 +94,7 @@ def _model_config() -> ModelConfig:
     )
 
 
-def vllm_config(settings: Settings, pin: ModuleType, block_size: int) -> VllmConfig:
+def vllm_config(settings: Settings, pin: ModuleType) -> VllmConfig:
     """The configuration of an engine with offloading, through vLLM's own checks."""
     # The runner decides on the shape of the scheduler's output.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.runner == "v2"))
@@ -113,7 +113,7 @@ def vllm_config(settings: Settings, pin: ModuleType, block_size: int) -> VllmCon
             ),
         ),
         cache_config=CacheConfig(
-            block_size=block_size,
+            block_size=GEOMETRIES[settings.geometry].block_size,
             enable_prefix_caching=settings.prefix_caching,
             **pin.cache_options(settings),
         ),
@@ -153,17 +153,11 @@ class Engine:
     def __init__(self, settings: Settings, pin: ModuleType) -> None:
         self.settings = settings
         self.pin = pin
-        geometry = GEOMETRIES[settings.geometry]
-        self.config = config = vllm_config(settings, pin, geometry.block_size)
-        layers = (
-            geometry.stages(settings.workers)
-            if settings.stages
-            else geometry.stages(1) * settings.workers
-        )
-        self.kv_cache_config, worker_plans = self._plan(layers)
-        self.groups = _groups(self.kv_cache_config)
+        self.config = config = vllm_config(settings, pin)
+        self.kv_cache_config, worker_plans = plan(settings, pin, config)
+        self.groups = groups_of(self.kv_cache_config)
         self.num_blocks = self.kv_cache_config.num_blocks
-        self.block_size, hash_block_size = pin.block_sizes(config, self.kv_cache_config)
+        hash_block_size = pin.hash_block_size(config, self.kv_cache_config)
         factor = settings.blocks_per_chunk
         self.host_chunks = max(
             1,
@@ -254,18 +248,6 @@ class Engine:
             runner.finish_forward()
             return runner.post_forward(step.finished_req_ids)
 
-    def _plan(self, layers: list[dict]) -> tuple[KVCacheConfig, list[KVCacheConfig]]:
-        """Plan the pool: `gpu_ratio` times what the longest request needs."""
-        settings = self.settings
-        self.config.cache_config.num_gpu_blocks_override = 1 << 24
-        groups = _groups(self.pin.plan(self.config, layers)[0])
-        need = sum(_most_blocks(group, settings) for group in groups)
-        # One block is the null block.
-        self.config.cache_config.num_gpu_blocks_override = int(need * settings.gpu_ratio) + 1
-        scheduler, workers = self.pin.plan(self.config, layers)
-        self.config.cache_config.num_gpu_blocks = scheduler.num_blocks
-        return scheduler, workers
-
     def _worker(self, rank: int, plan: KVCacheConfig) -> Worker:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
@@ -276,7 +258,31 @@ class Engine:
         return Worker(rank, connector, config)
 
 
-def _groups(config: KVCacheConfig) -> list[Group]:
+def plan(
+    settings: Settings, pin: ModuleType, config: VllmConfig
+) -> tuple[KVCacheConfig, list[KVCacheConfig]]:
+    """What vLLM plans for the scheduler and for each worker.
+
+    The pool has `gpu_ratio` times the blocks that the longest request needs.
+    """
+    geometry = GEOMETRIES[settings.geometry]
+    layers = (
+        geometry.stages(settings.workers)
+        if settings.stages
+        else geometry.stages(1) * settings.workers
+    )
+    config.cache_config.num_gpu_blocks_override = 1 << 24
+    groups = groups_of(pin.plan(config, layers)[0])
+    need = sum(_most_blocks(group, settings) for group in groups)
+    # One block is the null block.
+    config.cache_config.num_gpu_blocks_override = int(need * settings.gpu_ratio) + 1
+    scheduler, workers = pin.plan(config, layers)
+    config.cache_config.num_gpu_blocks = scheduler.num_blocks
+    return scheduler, workers
+
+
+def groups_of(config: KVCacheConfig) -> list[Group]:
+    """The KV cache groups of a plan."""
     return [
         Group(
             number,

@@ -15,6 +15,7 @@ class Mix:
     Attributes:
         length: operations between which the engine runs, about.
         chat: how many of the requests go on with an earlier one.
+        repeats: how many have the prompt of an earlier one.
         aborts: how many operations are aborts.
         resets: how many operations are resets.
         floods: how many requests are long and have nothing in common with any other, so
@@ -25,6 +26,7 @@ class Mix:
 
     length: int
     chat: float
+    repeats: float
     aborts: float
     resets: float
     floods: float
@@ -54,6 +56,7 @@ _CHOICES: dict[str, tuple] = {
     "host_ratio": (0.02, 0.3, 1.0, 3.0, 10.0),
     "length": (2, 4, 8, 16),
     "chat": (0.0, 0.3, 0.7),
+    "repeats": (0.0, 0.2, 0.5),
     "aborts": (0.0, 0.05, 0.3),
     "resets": (0.0, 0.0, 0.05, 0.2),
     "floods": (0.0, 0.2, 0.4),
@@ -97,6 +100,7 @@ class _Writer:
         self.window = GEOMETRIES[settings.geometry].window or 512
         self.operations: list[Operation] = []
         self.names: list[str] = []
+        self.prompts: list[tuple[tuple[str, int], ...]] = []
 
     def write_one(self) -> None:
         rng, mix = self.rng, self.mix
@@ -116,16 +120,19 @@ class _Writer:
         name = f"r{len(self.names)}"
         after = None
         if rng.random() < self.mix.floods:
-            prompt = [(f"flood-{name}", self.settings.max_model_len)]
+            prompt = ((f"flood-{name}", self.settings.max_model_len),)
         elif self.names and rng.random() < self.mix.chat:
             after = rng.choice(self.names[-4:])
-            prompt = [(f"turn-{name}", rng.choice((1, 7, 40, 300)))]
+            prompt = ((f"turn-{name}", rng.choice((1, 7, 40, 300))),)
+        elif self.prompts and rng.random() < self.mix.repeats:
+            prompt = rng.choice(self.prompts)
         else:
-            prompt = [(f"text-{rng.randrange(self.mix.texts)}", self._length())]
+            prompt = ((f"text-{rng.randrange(self.mix.texts)}", self._length()),)
             if rng.random() < 0.6:
-                prompt.append((f"tail-{name}", rng.choice((1, 5, 16, 90, 700))))
+                prompt += ((f"tail-{name}", rng.choice((1, 5, 16, 90, 700))),)
+            self.prompts.append(prompt)
         self.names.append(name)
-        self._add(Arrive(name, tuple(prompt), rng.choice(self.mix.answers), after))
+        self._add(Arrive(name, prompt, rng.choice(self.mix.answers), after))
 
     def _length(self) -> int:
         """Often one token off a boundary: of a block, a chunk, or the window."""

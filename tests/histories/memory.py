@@ -227,9 +227,10 @@ class CopyEngine:
             self.gpu.clear(copy.gpu, LOADING)
 
     def _finish(self, copy: Copy) -> None:
-        self._catch_up()
-        if copy.seen is None:
-            self._begin(copy)
+        if copy.is_store:
+            self._catch_up()
+            if copy.seen is None:
+                self._begin(copy)
         self._count_uses(copy, -1)
         self._finished[copy.is_store].append(copy)
         if copy.failed:

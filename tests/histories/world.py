@@ -96,7 +96,7 @@ class World:
         self.jobs: dict[int, str] = {}
         self.reported = {"store": 0, "load": 0}
         self.external = {"queries": 0, "hits": 0}
-        # Blocks of the running step that a load writes, by worker.
+        # By worker, the blocks that a load writes or has written since they were handed out.
         self.loaded = [np.zeros(engine.num_blocks, dtype=bool) for _ in engine.workers]
         self._lagging: list[Batch | None] = [None] * len(engine.workers)
         # Steps whose output the scheduler has not seen yet.
@@ -206,6 +206,8 @@ class World:
         handed_out, self._handed_out = self._handed_out, []
         self.jobs.update(self.pin.jobs_of(step))
         batch = self.model.prepare(step, self.streams, handed_out)
+        for loaded in self.loaded:
+            loaded[batch.handed_out] = False
         self._note(step)
         self.starts = {work.name: work.start for work in batch.works}
         names = list(batch.sampled)
@@ -221,6 +223,9 @@ class World:
         return batch, result
 
     def _compute(self, rank: int, batch: Batch) -> None:
+        if not batch.works:
+            # Nothing to run; what was handed out is for loads.
+            return
         self._catch_up(rank)
         self._lagging[rank] = batch
         if not self.settings.gpu_lag:

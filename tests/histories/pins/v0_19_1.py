@@ -56,7 +56,11 @@ def plan(
     workers = kv_cache_utils.get_kv_cache_configs(
         vllm_config, [dict(specs) for specs in layers], [1 << 60] * len(layers)
     )
-    return kv_cache_utils.generate_scheduler_kv_cache_config(workers), workers
+    scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(workers)
+    vllm_config.cache_config.block_size = min(
+        group.kv_cache_spec.block_size for group in scheduler.kv_cache_groups
+    )
+    return scheduler, workers
 
 
 def bytes_per_block(config: KVCacheConfig) -> int:
@@ -64,9 +68,9 @@ def bytes_per_block(config: KVCacheConfig) -> int:
     return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
-def block_sizes(vllm_config: Any, config: KVCacheConfig) -> tuple[int, int]:
-    """Block size of the scheduler, and of the hashes."""
-    return vllm_config.cache_config.block_size, vllm_config.cache_config.block_size
+def hash_block_size(vllm_config: Any, config: KVCacheConfig) -> int:
+    """Tokens in one block hash."""
+    return vllm_config.cache_config.block_size
 
 
 def scheduler_arguments(vllm_config: Any, config: KVCacheConfig) -> dict[str, int]:

@@ -83,14 +83,14 @@ def bytes_per_block(config: KVCacheConfig) -> int:
     return config.kv_cache_tensors[0].size // config.num_blocks
 
 
-def block_sizes(vllm_config: Any, config: KVCacheConfig) -> tuple[int, int]:
-    """Block size of the scheduler, and of the hashes."""
-    return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
+def hash_block_size(vllm_config: Any, config: KVCacheConfig) -> int:
+    """Tokens in one block hash."""
+    return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)[1]
 
 
 def scheduler_arguments(vllm_config: Any, config: KVCacheConfig) -> dict[str, int]:
-    block_size, hash_block_size = block_sizes(vllm_config, config)
-    return {"block_size": block_size, "hash_block_size": hash_block_size}
+    block_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
+    return {"block_size": block_size, "hash_block_size": hash_size}
 
 
 def kv_caches(vllm_config: Any, config: KVCacheConfig, memory: Any) -> dict[str, torch.Tensor]:
