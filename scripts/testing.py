@@ -44,6 +44,8 @@ def test(pins: list[Pin]) -> None:
             what, run_vllm_tests(pin, pythons[pin.tag], tests, folder=folder, capture=False)
         )
     for pin in pins:
+        _pytest(f"{pin.tag}: histories", pythons[pin.tag], "histories")
+    for pin in pins:
         _pytest(f"{pin.tag}: the engine", pythons[pin.tag], "engine")
 
 

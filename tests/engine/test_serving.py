@@ -11,9 +11,15 @@ SECRET = "pa55word-90210731"
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
+def ledger(tmp_path_factory):
+    return tmp_path_factory.mktemp("ledger")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, ledger, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    kv_transfer = offloading(CPU_BYTES, storage_password=SECRET)
+    hostility = {"delay": (0, 4), "ledger": str(ledger)}
+    kv_transfer = offloading(CPU_BYTES, storage_password=SECRET, hostility=hostility)
     model = checkpoint("gemma4-31b")
     with Server(model, log, kv_transfer=kv_transfer, served_model_name="gemma") as server:
         yield server
@@ -48,6 +54,21 @@ def test_same_request_gets_same_answer(server):
     assert len(set(tokens)) > 4, "random weights should not repeat themselves like that"
     assert second["choices"][0]["token_ids"] == tokens
     assert first["usage"]["prompt_tokens"] == 1 + len(prompt)  # <bos> and a token a byte
+
+
+def test_reloaded_answer_is_the_same(server, ledger):
+    from host_memory_spec import Ledger
+
+    prompt = "What leaves the GPU comes back from host memory: " * 3
+    first = complete(server, prompt)
+    complete(server, "And in the meantime, something else.")
+    status, text = server.request("/reset_prefix_cache", {})
+    assert status == 200, text
+    again = complete(server, prompt)
+    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    entries = Ledger.read(ledger)
+    assert sum(entry["tokens"] for entry in entries if entry["kind"] == "hit") >= 96
+    assert not [entry for entry in entries if entry["kind"] == "problem"]
 
 
 def test_another_request_gets_another_answer(server):

@@ -1,9 +1,12 @@
 """Named kinds of histories."""
 
+import shlex
+from dataclasses import dataclass, field
 from typing import Any
 
 from .findings import Violation
 from .generate import random_history
+from .geometry import GEOMETRIES
 from .history import History
 from .shrink import failure_of
 from .world import Report, replay
@@ -19,16 +22,16 @@ _GEMMA4 = [
 # A GPU pool for a few requests and a host tier for more of them; what the GPU forgets comes
 # back from the host.
 _ROOMY = {
-    "gpu_ratio": [2.0, 3.0],
+    "gpu_ratio": [1.5, 2.0],
     "max_requests": [1, 3],
     "host_ratio": [3.0, 10.0],
     "resets": 0.0,
     "floods": [0.2, 0.4],
-    "length": [8, 16],
+    "repeats": [0.2, 0.5],
+    "length": [4, 8, 12],
 }
 
-# What is given to `random_history`; a list is a choice. `themes` run on Gemma 4 and, as a
-# control, on a model with one group.
+# What is given to `random_history`; a list is a choice.
 _THEMES: dict[str, dict[str, Any]] = {
     "tight-gpu": {
         "gpu_ratio": [1.0, 1.1, 1.5],
@@ -36,7 +39,17 @@ _THEMES: dict[str, dict[str, Any]] = {
         "host_ratio": 10.0,
         "resets": 0.0,
         "floods": [0.1, 0.3],
-        "length": 16,
+        "length": [8, 12],
+        "texts": [1, 2],
+    },
+    "preemptions": {
+        "gpu_ratio": [1.0, 1.1, 1.5],
+        "max_requests": 8,
+        "host_ratio": 10.0,
+        "resets": 0.0,
+        "floods": 0.0,
+        "length": [4, 8],
+        "answers": (100, 300),
         "texts": [1, 2],
     },
     "tight-host": {"host_ratio": [0.02, 0.1, 0.3], "gpu_ratio": 2.0, "resets": 0.0},
@@ -49,7 +62,7 @@ _THEMES: dict[str, dict[str, Any]] = {
         "load_delay": [(5, 20)],
         "workers": [2, 3],
     },
-    "pipeline": {**_ROOMY, "workers": [2, 3], "stages": True},
+    "pipeline": {**_ROOMY, "workers": [2, 3], "stages": True, "async_scheduling": False},
     "failing-copies": {**_ROOMY, "fail_every": [3, 10]},
     "no-prefix-caching": {**_ROOMY, "prefix_caching": False},
     "keep-all": {**_ROOMY, "retention": "all", "prompt_only": False},
@@ -69,8 +82,10 @@ _THEMES: dict[str, dict[str, Any]] = {
         "workers": 1,
     },
 }
+# Those that also run on a model with one group.
 _CONTROLS = (
     "tight-gpu",
+    "preemptions",
     "tight-host",
     "chunks",
     "resets",
@@ -79,19 +94,23 @@ _CONTROLS = (
     "pipeline",
     "failing-copies",
 )
-CASES: dict[str, dict[str, Any]] = {
+_CASES: dict[str, dict[str, Any]] = {
+    "anything": {"geometry": list(GEOMETRIES)},
     **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
     "one-group": {**_ROOMY, "geometry": "qwen3-32b"},
     "two-groups": {**_ROOMY, "geometry": ["gemma3-27b", "gpt-oss-20b"]},
     **{name: {"geometry": _GEMMA4, **given} for name, given in _THEMES.items()},
     **{f"{name}-one-group": {**_THEMES[name], "geometry": "qwen3-32b"} for name in _CONTROLS},
-    # The window is as long as a chunk.
+    # A window is shorter than a chunk and may lie in two.
     "chunks-short-window": {
         **_THEMES["chunks"],
-        "geometry": "gpt-oss-20b",
-        "blocks_per_chunk": [8, 16],
+        "geometry": ["gpt-oss-20b", "gemma4-e2b"],
+        "max_model_len": 8192,
+        "blocks_per_chunk": [16, 32],
+        "budget": [256, 512, 1000],
     },
 }
+CASES = {name: {"case": name, **given} for name, given in _CASES.items()}
 # Cases of settings that a pin does not have.
 _ABSENT = {"v0.19.1": {"keep-all", "checkpoints", "sync-loads", "runner-v2"}, "v0.33.0": set()}
 
@@ -100,15 +119,51 @@ def cases_of(pin: str) -> list[str]:
     return [name for name in CASES if name not in _ABSENT[pin]]
 
 
-def history(case: str, seed: int) -> History:
-    return random_history(seed, CASES[case])
+def geometries_of(case: str) -> list[str]:
+    geometry = CASES[case]["geometry"]
+    return geometry if isinstance(geometry, list) else [geometry]
 
 
-def run_case(case: str, seeds: range) -> tuple[Report, dict[int, Violation]]:
-    """Replay a case's histories: what happened in the good ones, and how the others fail."""
-    report, failures = Report(), {}
-    for seed in seeds:
-        failure = failure_of(history(case, seed), lambda h: report.add(replay(h)))
-        if failure is not None:
-            failures[seed] = failure
-    return report, failures
+def history(case: str, geometry: str, seed: int, **given: Any) -> History:
+    """The history of this seed; settings or parts of the mix may be given."""
+    return random_history(seed, {**CASES[case], "geometry": geometry, **given})
+
+
+def command(case: str, geometry: str, seed: int, **given: Any) -> str:
+    """What repeats that history."""
+    settings = [f" --set {shlex.quote(f'{name}={value!r}')}" for name, value in given.items()]
+    return (
+        f"python -m tests.histories --case {case} --geometry {geometry} --seed {seed} "
+        f"--histories 1{''.join(settings)}"
+    )
+
+
+def try_history(history: History) -> tuple[Report, Violation | None]:
+    """Replay a history: what happened if it is good, and how it fails if not."""
+    report = Report()
+    violation = failure_of(history, lambda history: report.add(replay(history)))
+    return report, violation
+
+
+@dataclass
+class Portion:
+    """Some histories of one case on one geometry, and what became of them."""
+
+    case: str
+    geometry: str
+    seeds: range
+    given: dict[str, Any]
+    report: Report = field(default_factory=Report)
+    # By seed: invariant and message.
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def history(self, seed: int) -> History:
+        return history(self.case, self.geometry, seed, **self.given)
+
+    def replay(self) -> "Portion":
+        for seed in self.seeds:
+            report, violation = try_history(self.history(seed))
+            self.report.add(report)
+            if violation is not None:
+                self.failures[seed] = violation.invariant, violation.message
+        return self

@@ -236,7 +236,8 @@ def state_sizes(world: World) -> dict[str, int]:
     return {
         f"{type(part).__name__}.{name}": len(value)
         for connector in connectors
-        for part in world.pin.connector_parts(connector)
+        for part in (connector.connector_scheduler, connector.connector_worker)
+        if part is not None
         for name, value in vars(part).items()
         if isinstance(value, dict | set | list | deque)
     }

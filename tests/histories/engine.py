@@ -121,6 +121,13 @@ def vllm_config(settings: Settings, pin: ModuleType) -> VllmConfig:
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                # Any size will do until the blocks are planned.
+                "cpu_bytes_to_use": 1,
+                "eviction_policy": settings.eviction,
+                "store_threshold": settings.store_threshold,
+                **pin.connector_options(settings),
+            },
         ),
         device_config=DeviceConfig("cpu"),
     )
@@ -159,13 +166,14 @@ class Engine:
         self.num_blocks = self.kv_cache_config.num_blocks
         hash_block_size = pin.hash_block_size(config, self.kv_cache_config)
         factor = settings.blocks_per_chunk
+        # vLLM wants a chunk for each group.
         self.host_chunks = max(
-            1,
+            len(self.groups),
             sum(settings.host_tokens // (group.block_size * factor) for group in self.groups),
         )
-        host_bytes = self.host_chunks * factor * sum(map(pin.bytes_per_block, worker_plans))
-        config.kv_transfer_config.kv_connector_extra_config.update(
-            pin.connector_options(settings, len(self.groups), host_bytes)
+        chunk_bytes = factor * sum(map(pin.bytes_per_block, worker_plans))
+        config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"] = (
+            self.host_chunks * chunk_bytes
         )
         kv_cache_utils.NONE_HASH = FIRST
         self.block_hasher = kv_cache_utils.get_request_block_hasher(hash_block_size, hash_block)
@@ -299,8 +307,7 @@ def _most_blocks(group: Group, settings: Settings) -> int:
     """Blocks of a group that the longest request can hold at once."""
     tokens = settings.max_model_len
     if group.window is not None:
-        in_flight = settings.budget * (2 if settings.async_scheduling else 1)
-        tokens = min(tokens, group.window - 1 + in_flight)
+        tokens = min(tokens, group.window - 1 + settings.budget * settings.batches)
         return -(-tokens // group.block_size) + 1
     return -(-tokens // group.block_size)
 

@@ -71,12 +71,13 @@ def random_history(seed: int, given: dict[str, Any] | None = None) -> History:
     Args:
         seed: any number.
         given: values for settings and for the mix; a list stands for a choice among its
-            items.
+            items. `case` makes another history of the same seed.
     """
-    rng = random.Random(seed)
+    given = dict(given or {})
+    rng = random.Random(f"{given.pop('case', '')} {seed}")
     # Draw everything, so that a given value leaves the others as they are.
     values = {name: rng.choice(choices) for name, choices in _CHOICES.items()}
-    for name, value in (given or {}).items():
+    for name, value in given.items():
         values[name] = rng.choice(value) if isinstance(value, list) else value
     values.setdefault("host_tokens", int(values["max_model_len"] * values["host_ratio"]))
     values["gpu_lag"] &= values["async_scheduling"]

@@ -66,6 +66,13 @@ class Settings:
     sync_load_bytes: int = 0
     seed: int = 0
 
+    @property
+    def batches(self) -> int:
+        """Steps that the engine has under way at once."""
+        if self.async_scheduling:
+            return 2
+        return self.workers if self.stages else 1
+
 
 @dataclass(frozen=True)
 class Arrive:

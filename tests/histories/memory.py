@@ -115,6 +115,8 @@ class CopyEngine:
         check: looks at a copy, first when it begins and then when it is done.
     """
 
+    loads_wait_for_steps = False
+
     def __init__(
         self,
         settings: Settings,
@@ -182,13 +184,14 @@ class CopyEngine:
             self.host.clear(slots.ravel(), STORING)
         self._count_uses(copy, 1)
         self._pending[is_store].append(copy)
-        # A store waits for the steps launched before it; a load need not.
-        if not (is_store and self._gpu_is_behind()):
+        # A store waits for the steps launched before it; not every release's load does.
+        waits = is_store or self.loads_wait_for_steps
+        if not (waits and self._gpu_is_behind()):
             self._begin(copy)
 
-    def begin_stores(self) -> None:
-        """Begin the stores that waited for the GPU, which has caught up."""
-        for copy in self._pending[True]:
+    def begin_copies(self) -> None:
+        """Begin the copies that waited for the GPU, which has caught up."""
+        for copy in (*self._pending[True], *self._pending[False]):
             if copy.seen is None:
                 self._begin(copy)
 
@@ -227,10 +230,10 @@ class CopyEngine:
             self.gpu.clear(copy.gpu, LOADING)
 
     def _finish(self, copy: Copy) -> None:
-        if copy.is_store:
+        if copy.is_store or self.loads_wait_for_steps:
             self._catch_up()
-            if copy.seen is None:
-                self._begin(copy)
+        if copy.seen is None:
+            self._begin(copy)
         self._count_uses(copy, -1)
         self._finished[copy.is_store].append(copy)
         if copy.failed:

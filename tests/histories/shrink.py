@@ -1,7 +1,6 @@
 """Makes a failing history small: fewer operations, shorter texts, plainer settings."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 
 from .findings import Violation
@@ -20,17 +19,15 @@ def failure_of(history: History, run: Replay = replay) -> Violation | None:
     return None
 
 
-def shrink(
-    history: History, invariant: str, run: Replay = replay, seconds: float = 60
-) -> History:
-    """The smallest history found in `seconds` that breaks the same invariant."""
-    deadline = time.monotonic() + seconds
+def shrink(history: History, invariant: str, run: Replay = replay, tries: int = 300) -> History:
+    """The smallest history found in so many tries that breaks the same invariant."""
     progress = True
     while progress:
         progress = False
         for smaller in _smaller(history):
-            if time.monotonic() > deadline:
+            if not tries:
                 return history
+            tries -= 1
             failure = failure_of(smaller, run)
             if failure is not None and failure.invariant == invariant:
                 history = smaller

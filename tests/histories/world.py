@@ -90,7 +90,7 @@ class World:
             for worker, gpu in zip(engine.workers, self.gpus, strict=True)
         ]
         for worker, mine in zip(engine.workers, self.copies, strict=True):
-            self.pin.attach(worker.connector, mine)
+            worker.connector.connector_worker.spec.copies = mine
         engine.register_caches()
         self.at_rest = checks.state_sizes(self)
         self.jobs: dict[int, str] = {}
@@ -193,18 +193,17 @@ class World:
     def step(self) -> None:
         """One turn of the engine core's loop."""
         self.now += 1
-        depth = 2 if self.settings.async_scheduling else 1
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._in_flight.append((step, *self._execute(step)))
-            if len(self._in_flight) < depth and self.scheduler.has_requests():
+            if len(self._in_flight) < self.settings.batches and self.scheduler.has_requests():
                 return
         if self._in_flight:
             self._update(*self._in_flight.popleft())
 
     def _execute(self, step: SchedulerOutput) -> tuple[Batch, ModelRunnerOutput]:
         handed_out, self._handed_out = self._handed_out, []
-        self.jobs.update(self.pin.jobs_of(step))
+        self.jobs.update(self.pin.jobs_of(step, self.scheduler.connector))
         batch = self.model.prepare(step, self.streams, handed_out)
         for loaded in self.loaded:
             loaded[batch.handed_out] = False
@@ -238,7 +237,7 @@ class World:
             fresh = batch.handed_out
             self.gpus[rank].clear(fresh[~self.loaded[rank][fresh]], NEW_OWNER)
             self.model.run(batch, self.gpus[rank], rank)
-            self.copies[rank].begin_stores()
+            self.copies[rank].begin_copies()
 
     def _update(self, step: SchedulerOutput, batch: Batch, output: ModelRunnerOutput) -> None:
         for rank, lagging in enumerate(self._lagging):
@@ -304,12 +303,17 @@ class World:
                 copies.hurry()
         waiting = [r for r in self.requests.values() if not r.is_finished()]
         if self._idle > _STUCK and waiting:
-            free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            manager = self.scheduler.kv_cache_manager
+            held = sum(
+                len(table) for r in waiting for table in manager.get_block_ids(r.request_id)
+            )
             raise Violation(
                 "I8",
                 f"step {self.now}: nothing has moved for {self._idle} steps and "
-                f"{waiting[0].request_id} ({waiting[0].status.name}) waits for ever; free "
-                f"GPU blocks: {free} of {self.engine.num_blocks - 1}",
+                f"{waiting[0].request_id} ({waiting[0].status.name}) waits for ever; of "
+                f"{self.engine.num_blocks - 1} GPU blocks "
+                f"{manager.block_pool.get_num_free_blocks()} are free, and requests that wait "
+                f"hold {held}",
             )
 
     def _note(self, step: SchedulerOutput) -> None:

@@ -19,6 +19,11 @@ def register() -> None:
     if not current_platform.is_cpu() or hasattr(torch.ops._C, "rotary_embedding"):
         return
     register_backend(AttentionBackendEnum.CPU_ATTN, "torch_attention.TorchAttentionBackend")
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    # Gemma 4's, which this release does not know on the CPU.
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.GELU] = gelu_and_mul
     for schema, function in OPS.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CPU")
@@ -49,6 +54,11 @@ def compute_slot_mapping(query_start_loc, positions, block_table, slot_mapping, 
 def gelu_tanh_and_mul(out, gate_and_up) -> None:
     gate, up = gate_and_up.chunk(2, dim=-1)
     out.copy_(functional.gelu(gate, approximate="tanh") * up)
+
+
+def gelu_and_mul(gate_and_up) -> torch.Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return functional.gelu(gate) * up
 
 
 library = torch.library.Library("_C", "FRAGMENT")

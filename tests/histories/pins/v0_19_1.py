@@ -5,42 +5,47 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
+    common as offloading_common,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
-    UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload import spec as offloading_spec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.mediums import CPULoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
+from ..geometry import GEOMETRIES
 from ..history import Settings
 from ..memory import CopyEngine
-from ..transfers import HostPool, block_pairs
+from ..transfers import HostPool, layer_specs, submit
 
 TAG = "v0.19.1"
-RUNNERS = ("v1",)
 HITS_ARE_ALIGNED = True
 # This release drops a token of a request that is preempted by a reset while a step is in
 # flight which samples nothing for it; that has nothing to do with offloading.
 RESETS_RUNNING_ASYNC = False
+# The series lets chunks be given in blocks, as later releases do.
+_CHUNKS_ARE_BLOCKS = hasattr(offloading_spec, "get_blocks_per_chunk")
+# So does the series; in the release as published each worker makes its own jobs.
+_SCHEDULER_MAKES_JOBS = hasattr(offloading_common, "JobId")
 
 
-def connector_options(settings: Settings, groups: int, host_bytes: int) -> dict[str, Any]:
-    """`kv_connector_extra_config` for these settings."""
-    options: dict[str, Any] = {
-        "spec_name": LabelSpec.__name__,
-        "spec_module_path": LabelSpec.__module__,
-        "cpu_bytes_to_use": host_bytes,
-        "eviction_policy": settings.eviction,
-        "store_threshold": settings.store_threshold,
-        "blocks_per_chunk": settings.blocks_per_chunk,
-    }
-    if groups == 1 and settings.blocks_per_chunk > 1:
-        options["block_size"] = 16 * settings.blocks_per_chunk
+def connector_options(settings: Settings) -> dict[str, Any]:
+    """What `kv_connector_extra_config` says in this release alone."""
+    options = {"spec_name": LabelSpec.__name__, "spec_module_path": LabelSpec.__module__}
+    if settings.blocks_per_chunk > 1:
+        # The release as published knows chunks of one group only, and their size in tokens.
+        if _CHUNKS_ARE_BLOCKS:
+            options["blocks_per_chunk"] = settings.blocks_per_chunk
+        else:
+            size = GEOMETRIES[settings.geometry].block_size
+            options["block_size"] = size * settings.blocks_per_chunk
     return options
 
 
@@ -81,13 +86,7 @@ def kv_caches(
     vllm_config: Any, config: KVCacheConfig, memory: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """The layers' caches, as a model runner lays them out in memory that nobody touches."""
-    spec_of = {}
-    for group in config.kv_cache_groups:
-        for name in group.layer_names:
-            spec = group.kv_cache_spec
-            if isinstance(spec, UniformTypeKVCacheSpecs):
-                spec = spec.kv_cache_specs[name]
-            spec_of[name] = spec
+    spec_of = layer_specs(config)
     caches = {}
     start = 0
     for tensor in config.kv_cache_tensors:
@@ -103,28 +102,22 @@ def kv_caches(
     return caches
 
 
-def attach(connector: KVConnectorBase_V1, copies: CopyEngine) -> None:
-    """Give the worker's backend its copy engine."""
-    connector.connector_worker.spec.copies = copies
-
-
-def jobs_of(step: SchedulerOutput) -> dict[int, str]:
-    """The jobs that a step makes, and whose they are: here the workers make them."""
-    return {}
+def jobs_of(step: SchedulerOutput, connector: KVConnectorBase_V1) -> dict[int, str]:
+    """The jobs that a step makes, and whose they are."""
+    if not _SCHEDULER_MAKES_JOBS:
+        return {}
+    loads = step.kv_connector_metadata.load_jobs
+    stores = connector.connector_scheduler._store_jobs
+    return {job: name for name, (job, _) in loads.items()} | {
+        job: store.req_id for job, store in stores.items()
+    }
 
 
 def job_owner(connector: KVConnectorBase_V1, jobs: dict[int, str], job: int) -> str:
     """The request that a job belongs to."""
+    if _SCHEDULER_MAKES_JOBS:
+        return jobs[job]
     return connector.connector_worker._jobs[job][0]
-
-
-def connector_parts(connector: KVConnectorBase_V1) -> list[object]:
-    """The objects that keep the connector's state."""
-    return [
-        part
-        for part in (connector.connector_scheduler, connector.connector_worker)
-        if part is not None
-    ]
 
 
 def host_pool(connector: KVConnectorBase_V1) -> HostPool:
@@ -152,10 +145,13 @@ def moved_bytes(stats: dict[str, Any]) -> dict[str, int]:
 class LabelSpec(CPUOffloadingSpec):
     """The CPU backend with labels in place of bytes; its pool sizes are the real ones."""
 
+    supports_hma = True
     copies: CopyEngine
 
     def get_handlers(self, kv_caches: Any) -> Iterator[tuple[type, type, OffloadingHandler]]:
         self.copies.allocate(self.num_blocks, self.block_size_factor)
+        # The series lets them, in the backend that this one stands in for.
+        self.copies.loads_wait_for_steps = _SCHEDULER_MAKES_JOBS
         sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         group_bytes = [
             sum(sizes[ref.tensor_idx] for ref in refs) for refs in kv_caches.group_data_refs
@@ -172,17 +168,7 @@ class _Handler(OffloadingHandler):
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
         gpu, cpu = spec if self.is_store else reversed(spec)
-        pairs = block_pairs(
-            gpu.block_ids.tolist(),
-            gpu.group_sizes,
-            gpu.block_indices or [0] * len(gpu.group_sizes),
-            cpu.block_ids.tolist(),
-            self.copies.blocks_per_chunk,
-        )
-        num_bytes = sum(
-            size * each for size, each in zip(gpu.group_sizes, self.group_bytes, strict=True)
-        )
-        self.copies.submit(job_id, self.is_store, *pairs, num_bytes)
+        submit(self.copies, self.group_bytes, job_id, self.is_store, gpu, cpu)
         return True
 
     def get_finished(self) -> list[TransferResult]:

@@ -10,7 +10,6 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
-    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -18,24 +17,20 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from ..history import Settings
 from ..memory import CopyEngine
-from ..transfers import HostPool, block_pairs
+from ..transfers import HostPool, layer_specs, submit
 
 TAG = "v0.33.0"
-RUNNERS = ("v1", "v2")
 # This release resumes at any token: the last block is loaded whole, and filled again from
 # there.
 HITS_ARE_ALIGNED = False
 RESETS_RUNNING_ASYNC = True
 
 
-def connector_options(settings: Settings, groups: int, host_bytes: int) -> dict[str, Any]:
-    """`kv_connector_extra_config` for these settings."""
+def connector_options(settings: Settings) -> dict[str, Any]:
+    """What `kv_connector_extra_config` says in this release alone."""
     return {
         "spec_name": LabelSpec.__name__,
         "spec_module_path": LabelSpec.__module__,
-        "cpu_bytes_to_use": host_bytes,
-        "eviction_policy": settings.eviction,
-        "store_threshold": settings.store_threshold,
         "blocks_per_chunk": settings.blocks_per_chunk,
         "offload_prompt_only": settings.prompt_only,
         "sync_load_budget_bytes": settings.sync_load_bytes,
@@ -95,13 +90,7 @@ def scheduler_arguments(vllm_config: Any, config: KVCacheConfig) -> dict[str, in
 
 def kv_caches(vllm_config: Any, config: KVCacheConfig, memory: Any) -> dict[str, torch.Tensor]:
     """The layers' caches, as a model runner lays them out in memory that nobody touches."""
-    spec_of = {}
-    for group in config.kv_cache_groups:
-        for name in group.layer_names:
-            spec = group.kv_cache_spec
-            if isinstance(spec, UniformTypeKVCacheSpecs):
-                spec = spec.kv_cache_specs[name]
-            spec_of[name] = spec
+    spec_of = layer_specs(config)
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     caches = {}
     for tensor in config.kv_cache_tensors:
@@ -116,12 +105,7 @@ def kv_caches(vllm_config: Any, config: KVCacheConfig, memory: Any) -> dict[str,
     return caches
 
 
-def attach(connector: KVConnectorBase_V1, copies: CopyEngine) -> None:
-    """Give the worker's backend its copy engine."""
-    connector.connector_worker.spec.copies = copies
-
-
-def jobs_of(step: SchedulerOutput) -> dict[int, str]:
+def jobs_of(step: SchedulerOutput, connector: KVConnectorBase_V1) -> dict[int, str]:
     """The jobs that a step makes, and whose they are."""
     made = step.kv_connector_metadata
     return {
@@ -134,15 +118,6 @@ def jobs_of(step: SchedulerOutput) -> dict[int, str]:
 def job_owner(connector: KVConnectorBase_V1, jobs: dict[int, str], job: int) -> str:
     """The request that a job belongs to."""
     return jobs[job]
-
-
-def connector_parts(connector: KVConnectorBase_V1) -> list[object]:
-    """The objects that keep the connector's state."""
-    return [
-        part
-        for part in (connector.connector_scheduler, connector.connector_worker)
-        if part is not None
-    ]
 
 
 def host_pool(connector: KVConnectorBase_V1) -> HostPool:
@@ -186,25 +161,13 @@ class _Worker(OffloadingWorker):
         self.group_bytes = group_bytes
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._submit(job_id, True, src_spec, dst_spec)
+        submit(self.copies, self.group_bytes, job_id, True, src_spec, dst_spec)
+        return True
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        return self._submit(job_id, False, dst_spec, src_spec)
-
-    def _submit(self, job: int, is_store: bool, gpu: Any, cpu: Any) -> bool:
-        pairs = block_pairs(
-            gpu.block_ids.tolist(),
-            gpu.group_sizes,
-            gpu.block_indices,
-            cpu.block_ids.tolist(),
-            self.copies.blocks_per_chunk,
-        )
-        num_bytes = sum(
-            size * each for size, each in zip(gpu.group_sizes, self.group_bytes, strict=True)
-        )
-        self.copies.submit(job, is_store, *pairs, num_bytes)
+        submit(self.copies, self.group_bytes, job_id, False, dst_spec, src_spec)
         return True
 
     def get_finished(self) -> list[TransferResult]:
