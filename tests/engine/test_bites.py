@@ -22,12 +22,12 @@ def test_one_wrong_block_changes_the_answer(checkpoint, model):
     )
     settings = {"enable_prefix_caching": False, "kv_transfer": kv_transfer}
     with engine(checkpoint(model), **settings) as llm:
-        from host_memory_spec import HostMemory
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         wanted, other = list(tokens(1, 200)), list(tokens(2, 40))
         (right,) = generate(llm, [wanted], 24)
         generate(llm, [other], 2)  # until everything is stored
-        memory = HostMemory.current
+        memory = get_kv_transfer_group().connector_worker.spec.memory
         answers = []
         while not answers or len(answers) < memory.blocks_in_load:
             answers += generate(llm, [wanted], 24)

@@ -58,14 +58,12 @@ class Hostility:
         seed: of the delays.
         delay: polls for which a copy is put off, at least and at most.
         fail_every: of so many copies one fails; 0 for none.
-        report_times: results tell how long a copy took, and so get into the metrics.
         ledger: folder of the ledger.
     """
 
     seed: int = 0
     delay: tuple[int, int] = (0, 0)
     fail_every: int = 0
-    report_times: bool = False
     ledger: str | None = None
 
 
@@ -133,9 +131,6 @@ class Direction:
 class HostMemory:
     """The host's copy of a worker's KV cache tensors, and the copying."""
 
-    # of this process, for the scheduler's news of blocks; an engine makes its own
-    current: ClassVar["HostMemory | None"] = None
-
     def __init__(self, kv_caches, blocks_per_chunk, num_chunks, rank=0, hostility=None):
         self.hostility = hostility or Hostility()
         self.ledger = Ledger(self.hostility.ledger, f"worker-{rank}")
@@ -158,7 +153,6 @@ class HostMemory:
         self._random = random.Random(f"{self.hostility.seed} {rank}")
         self._copies = 0
         self._ways = {True: Direction(), False: Direction()}
-        HostMemory.current = self
 
     # --- what a worker does ---
 
@@ -252,10 +246,6 @@ class HostMemory:
 
     def _report(self, copy: Copy, moved: int) -> None:
         result = TransferResult(copy.job, not copy.fails, moved)
-        if self.hostility.report_times:
-            result.transfer_time = 1e-3
-            if not ONE_WORKER:
-                result.transfer_type = ("GPU", "CPU") if copy.is_store else ("CPU", "GPU")
         self._ways[copy.is_store].finished.append(result)
         groups = [page.group for page in copy.pages]
         self.ledger.write(
