@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 
@@ -82,6 +83,14 @@ def test(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
     testing.test(chosen)
 
 
+def prepare(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
+    from scripts import environment, wheel
+
+    for pin in chosen:
+        checkout.apply(pin)
+        environment.ensure(pin, wheel.build(pin, "cpu", wheel.host_arch()))
+
+
 def where(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
     from scripts import wheel
 
@@ -92,18 +101,53 @@ def where(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
         say(f"wheel={wheel.wheel_path(pin, arguments.variant, arch)}")
 
 
+def installer(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
+    from scripts import installer, wheel
+
+    for pin in chosen:
+        installer.build(pin, wheel.build(pin, "cuda", arguments.arch or wheel.host_arch()))
+
+
+def image(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
+    from scripts import image
+
+    for pin in chosen:
+        image.build(
+            pin,
+            arguments.base,
+            name=arguments.name,
+            engine=image.find_engine(arguments.engine),
+            arch=arguments.arch,
+            options=tuple(arguments.option),
+        )
+
+
+def drift(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
+    from scripts.drift import drift
+
+    for pin in chosen:
+        drift(pin, arguments.source)
+
+
+def submit(chosen: list[pins.Pin], arguments: argparse.Namespace) -> None:
+    from scripts.submit import submit
+
+    for pin in chosen:
+        submit(arguments.fix, pin)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
     def add(
-        command: Callable, text: str, *, every_pin: bool = False
+        command: Callable, text: str, *, every_pin: bool = False, default: str = pins.DEFAULT
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(command.__name__, help=text)
-        sub.add_argument("--pin", help="default: " + ("all" if every_pin else pins.DEFAULT))
+        sub.add_argument("--pin", help="default: " + ("all" if every_pin else default))
         sub.set_defaults(
             command=command,
-            default_pins=pins.tags if every_pin else lambda: [pins.DEFAULT],
+            default_pins=pins.tags if every_pin else lambda: [default],
         )
         return sub
 
@@ -124,7 +168,20 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--source-python", default=os.environ.get("SOURCE_PYTHON", "python3")
             )
+    sub = add(installer, "make a file that puts the series into an installed vLLM")
+    sub.add_argument("--arch", choices=["x86_64", "aarch64"])
+    sub = add(image, "build an image with the series, one layer on an official one")
+    sub.add_argument("--arch", choices=["x86_64", "aarch64"])
+    sub.add_argument("--base", help="image to build on, best with its digest")
+    sub.add_argument("--name", help="of the new image")
+    sub.add_argument("--engine", help="docker, podman or buildah; default: what works")
+    sub.add_argument("--option", action="append", default=[], help="for the engine")
     add(test, "run everything that the project promises", every_pin=True)
+    add(prepare, "make the test environments", every_pin=True)
+    sub = add(drift, "try the series on a newer source", default=pins.newest())
+    sub.add_argument("--source", type=Path, required=True, help="a folder, clone or sdist")
+    sub = add(submit, "print a fix's pull requests, checked", default=pins.newest())
+    sub.add_argument("--fix", required=True, help="an id in upstream/fixes.toml")
     return parser
 
 

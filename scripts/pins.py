@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomlkit
+from packaging.version import Version
 
 from scripts.shell import Failure
 
@@ -112,7 +113,12 @@ class Pin:
 
 
 def tags(root: Path = ROOT) -> list[str]:
-    return sorted(path.stem for path in (root / "upstream").glob("*.toml"))
+    return sorted(path.stem for path in (root / "upstream").glob("v*.toml"))
+
+
+def newest(root: Path = ROOT) -> str:
+    """The release on which upstream pull requests are based."""
+    return max(tags(root), key=Version)
 
 
 def load(tag: str, root: Path = ROOT) -> Pin:

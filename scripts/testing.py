@@ -31,10 +31,15 @@ def test(pins: list[Pin]) -> None:
         Failure: at the first group of tests that does not pass.
     """
     _pytest("this project's scripts", sys.executable, "machinery")
+    _pytest("the live check", sys.executable, "server")
     pythons = {}
     for pin in pins:
         checkout.apply(pin)
         pythons[pin.tag] = environment.ensure(pin, wheel.build(pin, "cpu", wheel.host_arch()))
+    _pytest("the installer and the image", sys.executable, "image")
+    for pin in pins:
+        _pytest(f"{pin.tag}: benchmarks", pythons[pin.tag], "benchmarks")
+        _pytest(f"{pin.tag}: sizes and deployment", pythons[pin.tag], "deploy")
     for pin in pins:
         tests = sorted({*pin.upstream_tests, *own_tests(pin)})
         what = f"{pin.tag}: vLLM's tests, the series' own among them"
@@ -113,7 +118,7 @@ def run_vllm_tests(
 
 def _pytest(what: str, python: str | Path, folder: str) -> None:
     say(f"\n{what}")
-    command = [python, "-m", "pytest", "-q", "--disable-warnings", _TESTS / folder]
+    command = [python, "-m", "pytest", "-q", "-rs", "--disable-warnings", _TESTS / folder]
     _expect_success(what, run(command, cwd=ROOT, check=False, capture=False))
 
 

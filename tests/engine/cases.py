@@ -159,9 +159,7 @@ class KnownFault:
 # Those of the trees under test; a test asks to take out what is mended.
 KNOWN_FAULTS: dict[str, list[KnownFault]] = {
     "v0.19.1": [],
-    "v0.33.0": [
-        KnownFault("qwen3/failing-copies", 1, "a copy that fails stops the worker"),
-    ],
+    "v0.33.0": [],
 }
 
 # What the tests run, with the seed; the answers to all of it are found out together.

@@ -77,6 +77,18 @@ def engine(model: Path, *, processes: bool = False, **settings: Any) -> Iterator
         llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        _free_caches(llm)
+
+
+def _free_caches(llm) -> None:
+    """Give the KV caches' memory back, which PyTorch keeps although nobody uses it."""
+    import torch
+
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    for layer in layers:
+        caches = getattr(layer, "kv_cache", ())
+        for cache in [caches] if isinstance(caches, torch.Tensor) else caches:
+            cache.untyped_storage().resize_(0)
 
 
 def generate(llm, prompts: list[list[int]], tokens: int) -> list:

@@ -9,8 +9,10 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,65 +26,122 @@ from .shrink import failure_of, shrink
 from .world import Report, replay
 
 # Histories that a process replays at a time.
-_PORTION = 5
+_PORTION = 10
+
+
+@dataclass
+class _Target:
+    """One case on one geometry, and how far it has come."""
+
+    case: str
+    geometry: str
+    next_seed: int
+    histories: int = 0
+    seconds: float = 0.0
+    known: int = 0
+    failed: int = 0
+    under_way: int = 0
+    report: Report = field(default_factory=Report)
+
+    def next_portion(self, options: argparse.Namespace) -> Portion | None:
+        """What to replay next; None if nothing is left."""
+        left = options.seed + options.histories - self.next_seed
+        if options.steps:
+            left = _PORTION if self.report.steps < options.steps else 0
+        if left <= 0:
+            return None
+        seeds = range(self.next_seed, self.next_seed + min(left, _PORTION))
+        self.next_seed = seeds.stop
+        self.under_way += 1
+        return Portion(self.case, self.geometry, seeds, dict(options.set))
+
+    def take(self, portion: Portion, pin: str, options: argparse.Namespace) -> None:
+        """Count what was replayed, and show what failed."""
+        self.under_way -= 1
+        self.report.add(portion.report)
+        self.histories += len(portion.seeds)
+        self.seconds += portion.seconds
+        for seed, finding in portion.failures.items():
+            violation = Violation(*finding)
+            if not options.known and is_known(pin, portion.case, violation):
+                self.known += 1
+            else:
+                self.failed += 1
+                _show(portion, seed, violation, options)
+
+    def __str__(self) -> str:
+        last = self.next_seed - 1
+        return (
+            f"{self.case} on {self.geometry}, seeds {last + 1 - self.histories} to {last}: "
+            f"{self.histories} histories, {self.report.steps} steps in {self.seconds:.0f} s of "
+            f"the processor; {self.known} known faults, {self.failed} failures"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if options.replay:
         return _replay_file(options.replay)
-    pin = pins.current().TAG
-    report, start, count, known, failed = Report(), time.monotonic(), 0, 0, 0
-    for portion in _replay_all(_portions(options, pin), options.jobs):
-        report.add(portion.report)
-        count += len(portion.seeds)
-        for seed, finding in portion.failures.items():
-            violation = Violation(*finding)
-            if not options.known and is_known(pin, portion.case, violation):
-                known += 1
-            else:
-                failed += 1
-                _show(portion, seed, violation, options)
-        if failed >= options.failures:
-            break
-    minutes = (time.monotonic() - start) / 60
-    print(
-        f"{pin}: {count} histories, {report.steps} steps in {60 * minutes:.0f} s "
-        f"({count / minutes:.0f} histories, {report.steps / minutes:.0f} steps a minute); "
-        f"{report.requests} requests, {report.preemptions} preemptions, "
-        f"{report.stores} stores of {report.stored_blocks} blocks, {report.loads} loads of "
-        f"{report.loaded_blocks} blocks for {report.loaded_tokens} tokens; "
-        f"{known} known faults, {failed} failures"
-    )
-    return int(failed > 0)
-
-
-def _portions(options: argparse.Namespace, pin: str) -> list[Portion]:
-    """All that is to be replayed, the first seeds of everything first."""
-    end = options.seed + options.histories
-    return [
-        Portion(
-            case,
-            geometry,
-            range(seed, min(seed + _PORTION, end)),
-            dict(options.set),
-        )
-        for seed in range(options.seed, end, _PORTION)
+    pin, start = pins.current().TAG, time.monotonic()
+    targets = [
+        _Target(case, geometry, options.seed)
         for case in options.case or cases_of(pin)
         for geometry in options.geometry or geometries_of(case)
     ]
+    for target, portion in _replay_all(targets, options):
+        target.take(portion, pin, options)
+        if options.steps and not target.under_way and target.report.steps >= options.steps:
+            print(f"{pin}: {target}", flush=True)
+        if sum(target.failed for target in targets) >= options.failures:
+            break
+    _print_sum(pin, targets, time.monotonic() - start)
+    return int(any(target.failed for target in targets))
 
 
-def _replay_all(portions: list[Portion], jobs: int) -> Iterator[Portion]:
-    """Replay them in some processes; the answers keep their order."""
-    if jobs == 1 or len(portions) == 1:
-        yield from (portion.replay() for portion in portions)
+def _print_sum(pin: str, targets: list[_Target], elapsed: float) -> None:
+    report = Report()
+    for target in targets:
+        report.add(target.report)
+    count = sum(target.histories for target in targets)
+    seconds = sum(target.seconds for target in targets)
+    print(
+        f"{pin}: {count} histories, {report.steps} steps in {elapsed:.0f} s "
+        f"({60 * count / seconds:.0f} histories, {60 * report.steps / seconds:.0f} steps per "
+        f"minute of a processor); "
+        f"{report.requests} requests, {report.preemptions} preemptions, "
+        f"{report.stores} stores of {report.stored_blocks} blocks, {report.loads} loads of "
+        f"{report.loaded_blocks} blocks for {report.loaded_tokens} tokens; "
+        f"{sum(target.known for target in targets)} known faults, "
+        f"{sum(target.failed for target in targets)} failures"
+    )
+
+
+def _replay_all(
+    targets: list[_Target], options: argparse.Namespace
+) -> Iterator[tuple[_Target, Portion]]:
+    """Replay portions in some processes, the first seeds of every target first."""
+    queue = deque(targets)
+    jobs = min(options.jobs, len(targets) * -(-options.histories // _PORTION))
+    if options.jobs == 1 or (jobs == 1 and not options.steps):
+        while queue:
+            target = queue.popleft()
+            if portion := target.next_portion(options):
+                queue.append(target)
+                yield target, portion.replay()
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
-        results = [pool.submit(portion.replay) for portion in portions]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        running: dict[Future[Portion], _Target] = {}
         try:
-            yield from (result.result() for result in results)
+            while True:
+                while queue and len(running) < 2 * options.jobs:
+                    target = queue.popleft()
+                    if portion := target.next_portion(options):
+                        queue.append(target)
+                        running[pool.submit(portion.replay)] = target
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -115,7 +174,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.histories", description=__doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the first history")
-    add("--histories", type=int, default=10, help="of each case and geometry")
+    add("--histories", type=int, default=20, help="of each case and geometry")
+    add("--steps", type=int, default=0, help="go on until each has made so many steps")
     add("--case", choices=CASES, action="append", help="only this case; may be repeated")
     add("--geometry", choices=GEOMETRIES, action="append", help="on this one; may be repeated")
     add(

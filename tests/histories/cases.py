@@ -1,6 +1,7 @@
 """Named kinds of histories."""
 
 import shlex
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ _ROOMY = {
     "host_ratio": [3.0, 10.0],
     "resets": 0.0,
     "floods": [0.2, 0.4],
-    "repeats": [0.2, 0.5],
+    "repeats": [0.3, 0.6],
     "length": [4, 8, 12],
 }
 
@@ -39,6 +40,7 @@ _THEMES: dict[str, dict[str, Any]] = {
         "host_ratio": 10.0,
         "resets": 0.0,
         "floods": [0.1, 0.3],
+        "repeats": [0.4, 0.7],
         "length": [8, 12],
         "texts": [1, 2],
     },
@@ -48,7 +50,7 @@ _THEMES: dict[str, dict[str, Any]] = {
         "host_ratio": 10.0,
         "resets": 0.0,
         "floods": 0.0,
-        "length": [4, 8],
+        "length": [2, 4, 8],
         "answers": (100, 300),
         "texts": [1, 2],
     },
@@ -69,8 +71,17 @@ _THEMES: dict[str, dict[str, Any]] = {
     "checkpoints": {**_ROOMY, "retention": [512, 2048]},
     "sync-loads": {**_ROOMY, "sync_load_bytes": 1 << 40},
     "runner-v2": {**_ROOMY, "runner": "v2"},
+    "images": {
+        **_ROOMY,
+        "images": 1.0,
+        "texts": [1, 2],
+        "bidirectional": [False, True],
+        "budget": [512, 2048, 8192],
+    },
+    "salts-and-adapters": {**_ROOMY, "kinds": 0.6, "texts": [1, 2]},
     "hybrid-off": {**_ROOMY, "hybrid": False},
     "long-context": {
+        "window_divisor": 1,
         "max_model_len": 131072,
         "budget": 8192,
         "gpu_ratio": 1.5,
@@ -95,7 +106,11 @@ _CONTROLS = (
     "failing-copies",
 )
 _CASES: dict[str, dict[str, Any]] = {
-    "anything": {"geometry": list(GEOMETRIES)},
+    "anything": {
+        "geometry": list(GEOMETRIES),
+        "blocks_per_chunk": [1, 1, 1, 2, 8],
+        "prefix_caching": [True] * 9 + [False],
+    },
     **{name: {**_ROOMY, "geometry": name} for name in _GEMMA4},
     "one-group": {**_ROOMY, "geometry": "qwen3-32b"},
     "two-groups": {**_ROOMY, "geometry": ["gemma3-27b", "gpt-oss-20b"]},
@@ -105,6 +120,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "chunks-short-window": {
         **_THEMES["chunks"],
         "geometry": ["gpt-oss-20b", "gemma4-e2b"],
+        "window_divisor": 1,
         "max_model_len": 8192,
         "blocks_per_chunk": [16, 32],
         "budget": [256, 512, 1000],
@@ -154,6 +170,8 @@ class Portion:
     seeds: range
     given: dict[str, Any]
     report: Report = field(default_factory=Report)
+    # Of the processor.
+    seconds: float = 0.0
     # By seed: invariant and message.
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
 
@@ -161,9 +179,11 @@ class Portion:
         return history(self.case, self.geometry, seed, **self.given)
 
     def replay(self) -> "Portion":
+        start = time.process_time()
         for seed in self.seeds:
             report, violation = try_history(self.history(seed))
             self.report.add(report)
             if violation is not None:
                 self.failures[seed] = violation.invariant, violation.message
+        self.seconds = time.process_time() - start
         return self

@@ -139,6 +139,14 @@ def _check_needed(world: World, copy: Copy, where: str) -> None:
             f"{where} ends at token {stop} of {request.num_tokens}; the groups' blocks have "
             f"common boundaries at multiples of {common}",
         )
+    for image in request.mm_features if world.settings.bidirectional else ():
+        first, length = image.mm_position.offset, image.mm_position.length
+        if first < stop < first + length:
+            raise Violation(
+                "I7",
+                f"{where} ends at token {stop}, within an image of {length} tokens from "
+                f"{first} on, which look at each other in both directions",
+            )
     resume = min(stop, request.num_tokens - 1)
     tables = world.scheduler.kv_cache_manager.get_block_ids(copy.owner)
     for group, table in zip(world.engine.groups, tables, strict=True):
@@ -195,10 +203,13 @@ def between_steps(world: World) -> None:
 
 def _check_references(world: World) -> None:
     manager = world.scheduler.kv_cache_manager
-    counts = np.zeros(world.engine.num_blocks, dtype=np.int64)
-    for name in world.scheduler.requests:
-        for table in manager.get_block_ids(name):
-            np.add.at(counts, table, 1)
+    in_use = [
+        block
+        for name in world.scheduler.requests
+        for table in manager.get_block_ids(name)
+        for block in table
+    ]
+    counts = np.bincount(in_use, minlength=1)
     blocks = manager.block_pool.blocks
     for block in np.flatnonzero(counts).tolist():
         if block and blocks[block].ref_cnt < counts[block]:
@@ -318,9 +329,9 @@ def _check_tokens(world: World) -> None:
         if list(request.all_token_ids) != said:
             raise Violation("I1", f"{name} was given other tokens than the model made")
         aborted = request.status == RequestStatus.FINISHED_ABORTED
-        if not aborted and request.num_output_tokens != request.max_tokens:
+        if not aborted and request.num_output_tokens != world.answers[name]:
             raise Violation(
                 "I8",
                 f"{name} ended as {request.status.name} after {request.num_output_tokens} of "
-                f"{request.max_tokens} tokens",
+                f"{world.answers[name]} tokens",
             )

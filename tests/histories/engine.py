@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -43,7 +44,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from .geometry import GEOMETRIES
 from .history import Settings
 from .model import Group
 from .stable import FIRST, hash_block
@@ -100,6 +100,8 @@ def vllm_config(settings: Settings, pin: ModuleType) -> VllmConfig:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.runner == "v2"))
     model = copy.copy(_model_config())
     model.max_model_len = settings.max_model_len
+    if settings.bidirectional:
+        pin.make_bidirectional(model)
     config = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(
@@ -108,12 +110,14 @@ def vllm_config(settings: Settings, pin: ModuleType) -> VllmConfig:
             max_model_len=settings.max_model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
+            # As vLLM has it for such models.
+            disable_chunked_mm_input=settings.bidirectional,
             disable_hybrid_kv_cache_manager=(
                 None if settings.hybrid is None else not settings.hybrid
             ),
         ),
         cache_config=CacheConfig(
-            block_size=GEOMETRIES[settings.geometry].block_size,
+            block_size=settings.model.block_size,
             enable_prefix_caching=settings.prefix_caching,
             **pin.cache_options(settings),
         ),
@@ -186,6 +190,9 @@ class Engine:
             log_stats=True,
             **pin.scheduler_arguments(config, self.kv_cache_config),
         )
+        # The model of the configuration sees no images; this engine's does.
+        self.scheduler.max_num_encoder_input_tokens = settings.budget
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(2 * settings.max_model_len)
         self.workers = [self._worker(rank, plan) for rank, plan in enumerate(worker_plans)]
         self._worker_plans = worker_plans
         self._aggregator = KVOutputAggregator(settings.workers)
@@ -273,20 +280,26 @@ def plan(
 
     The pool has `gpu_ratio` times the blocks that the longest request needs.
     """
-    geometry = GEOMETRIES[settings.geometry]
+    geometry = settings.model
     layers = (
         geometry.stages(settings.workers)
         if settings.stages
         else geometry.stages(1) * settings.workers
     )
-    config.cache_config.num_gpu_blocks_override = 1 << 24
-    groups = groups_of(pin.plan(config, layers)[0])
-    need = sum(_most_blocks(group, settings) for group in groups)
+    # All that the groups depend on; planning takes long.
+    key = (settings.model, settings.workers, settings.stages, settings.hybrid)
+    if key not in _planned:
+        config.cache_config.num_gpu_blocks_override = 1 << 24
+        _planned[key] = groups_of(pin.plan(config, layers)[0])
+    need = sum(_most_blocks(group, settings) for group in _planned[key])
     # One block is the null block.
     config.cache_config.num_gpu_blocks_override = int(need * settings.gpu_ratio) + 1
     scheduler, workers = pin.plan(config, layers)
     config.cache_config.num_gpu_blocks = scheduler.num_blocks
     return scheduler, workers
+
+
+_planned: dict[tuple, list[Group]] = {}
 
 
 def groups_of(config: KVCacheConfig) -> list[Group]:

@@ -1,10 +1,12 @@
 """The KV cache shapes that the histories run on, at the models' real scale."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+_LEAST_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,19 @@ class Geometry:
     def window(self) -> int | None:
         """The sliding window, or None where every layer is a full one."""
         return next((layer.window for layer in self.layers if layer.window), None)
+
+    def with_window_divided(self, divisor: int) -> "Geometry":
+        """The same blocks, of which fewer fill a window; it keeps a few of them."""
+        if divisor == 1 or not self.window:
+            return self
+        window = max(self.window // divisor, min(self.window, _LEAST_WINDOW))
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, window=window) if layer.window else layer
+                for layer in self.layers
+            ),
+        )
 
     def stages(self, count: int) -> list[dict[str, KVCacheSpec]]:
         """The layers of each pipeline stage, each stage longer than the one before."""

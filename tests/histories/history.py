@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .geometry import GEOMETRIES, Geometry
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -16,6 +18,7 @@ class Settings:
 
     Attributes:
         geometry: name in `geometry.GEOMETRIES`.
+        window_divisor: how much smaller the model's window is than in truth.
         max_model_len: longest request, in tokens.
         gpu_ratio: GPU pool, in multiples of what the longest request needs.
         host_tokens: host tier, in tokens of which every block is kept.
@@ -37,11 +40,13 @@ class Settings:
         store_threshold: how often a block must be seen before it is stored.
         prompt_only: do not store what was generated.
         retention: `default`, `all`, or tokens between checkpoints of sliding layers.
+        bidirectional: whether the tokens of an image look at those behind them.
         sync_load_bytes: loads up to this size are waited for within the step.
         seed: of the copies' delays.
     """
 
     geometry: str = "qwen3-32b"
+    window_divisor: int = 1
     max_model_len: int = 4096
     gpu_ratio: float = 2.0
     host_tokens: int = 16384
@@ -63,8 +68,14 @@ class Settings:
     store_threshold: int = 0
     prompt_only: bool = False
     retention: str | int = "default"
+    bidirectional: bool = False
     sync_load_bytes: int = 0
     seed: int = 0
+
+    @property
+    def model(self) -> Geometry:
+        """The KV cache shapes of the model."""
+        return GEOMETRIES[self.geometry].with_window_divided(self.window_divisor)
 
     @property
     def batches(self) -> int:
@@ -82,13 +93,22 @@ class Arrive:
         name: of the request.
         prompt: texts and how many of their first tokens, one after the other.
         generate: tokens to generate.
+        stops: whether the model ends the answer there by itself.
         after: name of an earlier request whose tokens so far come first, as in a chat.
+        images: of each its name, where in this prompt it begins, and how many tokens stand
+            for it; they are the same for every image.
+        salt: only requests with the same one may share KV.
+        adapter: name of the LoRA adapter.
     """
 
     name: str
     prompt: tuple[tuple[str, int], ...]
     generate: int
     after: str | None = None
+    stops: bool = False
+    images: tuple[tuple[str, int, int], ...] = ()
+    salt: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ sends, and reads a token's whole context: all of it in a full group, the window 
 sliding one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from .findings import Violation
 from .memory import BlockMemory
-from .streams import Stream
+from .streams import Stream, labels_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,37 @@ class _Work:
     stop: int
 
 
+class _Blocks:
+    """Blocks of a batch, all in one array, and the label that each must have."""
+
+    def __init__(self) -> None:
+        self._ids: list[np.ndarray] = []
+        self._marks: list[np.ndarray] = []
+        # Of each piece: number of the work, group, first index, how many.
+        self._pieces: list[tuple[int, int, int, int]] = []
+
+    def add(
+        self, work: int, group: int, index: int, ids: np.ndarray, marks: np.ndarray
+    ) -> None:
+        self._ids.append(ids)
+        self._marks.append(marks)
+        self._pieces.append((work, group, index, len(ids)))
+
+    def close(self) -> None:
+        if not self._pieces:
+            self.works = self.groups = self.indices = self.ids = np.zeros(0, np.int64)
+            self.labels = np.zeros(0, np.uint64)
+            return
+        pieces = np.array(self._pieces, dtype=np.int64).reshape(-1, 4)
+        counts = pieces[:, 3]
+        ends = counts.cumsum()
+        self.works, self.groups, first = np.repeat(pieces[:, :3], counts, axis=0).T
+        starts = np.repeat(ends - counts, counts)
+        self.indices = first + np.arange(len(first)) - starts
+        self.ids = np.concatenate(self._ids)
+        self.labels = labels_of(np.concatenate(self._marks), self.groups)
+
+
 @dataclass
 class Batch:
     """One step, ready to run on the GPU of any worker."""
@@ -75,6 +106,10 @@ class Batch:
     sampled: dict[str, int | None]
     # Blocks that were handed out for this step.
     handed_out: np.ndarray
+    # A request's own last block, not full yet; what it writes; the full ones before.
+    unfinished: _Blocks = field(default_factory=_Blocks)
+    written: _Blocks = field(default_factory=_Blocks)
+    full: _Blocks = field(default_factory=_Blocks)
 
 
 class FakeModel:
@@ -127,7 +162,37 @@ class FakeModel:
                 table[:length] for table, length in zip(row.tables, row.lengths, strict=True)
             )
             works.append(_Work(name, row.stream, tables, start, stop))
-        return Batch(works, sampled, np.array(handed_out, dtype=np.int64))
+        batch = Batch(works, sampled, np.array(handed_out, dtype=np.int64))
+        for number, work in enumerate(works):
+            for group, table in zip(self.groups, work.tables, strict=True):
+                self._lay_out(batch, number, work, group, table)
+        for blocks in (batch.unfinished, batch.written, batch.full):
+            blocks.close()
+        return batch
+
+    @staticmethod
+    def _lay_out(
+        batch: Batch, number: int, work: _Work, group: Group, table: np.ndarray
+    ) -> None:
+        """Which blocks of a group a request reads and writes, and their labels."""
+        size, start, stop = group.block_size, work.start, work.stop
+        index, last = start // size, (stop - 1) // size
+        if last >= len(table):
+            _no_block(work, group)
+        marks = work.stream.marks
+        if start % size:
+            batch.unfinished.add(
+                number, group.number, index, table[index : index + 1], marks[start : start + 1]
+            )
+        ends = marks[stop : stop + 1]
+        if index < last:
+            full = marks[(index + 1) * size : last * size + 1 : size]
+            ends = np.concatenate((full, ends))
+        batch.written.add(number, group.number, index, table[index : last + 1], ends)
+        first = group.first_needed(start)
+        if first < index:
+            full = marks[(first + 1) * size : index * size + 1 : size]
+            batch.full.add(number, group.number, first, table[first:index], full)
 
     def run(self, batch: Batch, gpu: BlockMemory, worker: int) -> None:
         """Compute a step.
@@ -136,51 +201,32 @@ class FakeModel:
         request may hit full blocks that another one computes in the same step. Only what
         lies in a request's own last, unfinished block must be there before.
         """
-        for check, write in ((self._check_unfinished, self._write), (self._check_full, None)):
-            for work in batch.works:
-                for group, table in zip(self.groups, work.tables, strict=True):
-                    if work.name not in self.gone:
-                        check(work, group, table, gpu, worker)
-                    if write:
-                        write(work, group, table, gpu, worker)
+        for i in self._wrong(batch, batch.unfinished, gpu):
+            work = batch.works[batch.unfinished.works[i]]
+            group = self.groups[batch.unfinished.groups[i]]
+            index, size = work.start // group.block_size, group.block_size
+            # It may be filled further, by this request's own tokens.
+            ends = slice(work.start, min((index + 1) * size, len(work.stream)) + 1)
+            found = gpu.label[batch.unfinished.ids[i]]
+            if found not in work.stream.labels(group.number, ends):
+                self._wrong_read(batch, batch.unfinished, i, gpu, worker)
+        written = batch.written
+        if not written.ids.all():
+            i = int(np.argmin(written.ids != 0))
+            _no_block(batch.works[written.works[i]], self.groups[written.groups[i]])
+        gpu.write(written.ids, written.groups, written.indices, written.labels)
+        for i in self._wrong(batch, batch.full, gpu):
+            self._wrong_read(batch, batch.full, i, gpu, worker)
 
-    def _check_unfinished(
-        self, work: _Work, group: Group, table: np.ndarray, gpu: BlockMemory, worker: int
-    ) -> None:
-        size, start = group.block_size, work.start
-        index = start // size
-        if start % size == 0:
-            return
-        found = gpu.label[table[index]]
-        if found == work.stream.labels(group.number, start):
-            return
-        # It may be filled further, by this request's own tokens.
-        ends = slice(start, min((index + 1) * size, len(work.stream)) + 1)
-        if found not in work.stream.labels(group.number, ends):
-            self._wrong_read(work, group, index, table, gpu, worker)
-
-    def _check_full(
-        self, work: _Work, group: Group, table: np.ndarray, gpu: BlockMemory, worker: int
-    ) -> None:
-        first, full = group.first_needed(work.start), work.start // group.block_size
-        if full <= first:
-            return
-        wanted = work.stream.block_labels(group.number, group.block_size, first, full)
-        right = gpu.label[table[first:full]] == wanted
-        if not right.all():
-            wrong = np.flatnonzero(~right)
-            self._wrong_read(work, group, first + int(wrong[0]), table, gpu, worker)
+    def _wrong(self, batch: Batch, blocks: _Blocks, gpu: BlockMemory) -> list[int]:
+        """Where the blocks hold something else, except of requests that are gone."""
+        wrong = (gpu.label[blocks.ids] != blocks.labels).nonzero()[0].tolist()
+        return [i for i in wrong if batch.works[blocks.works[i]].name not in self.gone]
 
     def _wrong_read(
-        self,
-        work: _Work,
-        group: Group,
-        index: int,
-        table: np.ndarray,
-        gpu: BlockMemory,
-        worker: int,
+        self, batch: Batch, blocks: _Blocks, i: int, gpu: BlockMemory, worker: int
     ) -> None:
-        block = int(table[index])
+        work, block = batch.works[blocks.works[i]], int(blocks.ids[i])
         if block == 0:
             found = "no block: the table holds the null block there"
         else:
@@ -190,21 +236,13 @@ class FakeModel:
         raise Violation(
             "I1",
             f"worker {worker}: {work.name} computes tokens {work.start} to {work.stop} on "
-            f"its block {index} of group {group.number}; it finds {found}",
+            f"its block {blocks.indices[i]} of group {blocks.groups[i]}; it finds {found}",
         )
 
-    def _write(
-        self, work: _Work, group: Group, table: np.ndarray, gpu: BlockMemory, worker: int
-    ) -> None:
-        size = group.block_size
-        first, last = work.start // size, (work.stop - 1) // size
-        if last >= len(table) or not table[first : last + 1].all():
-            raise Violation(
-                "I1",
-                f"worker {worker}: {work.name} computes tokens {work.start} to {work.stop} "
-                f"without a block for them in group {group.number}",
-            )
-        if first < last:
-            full = work.stream.block_labels(group.number, size, first, last)
-            gpu.write(table[first:last], group.number, np.arange(first, last), full)
-        gpu.write(table[last], group.number, last, work.stream.labels(group.number, work.stop))
+
+def _no_block(work: _Work, group: Group) -> None:
+    raise Violation(
+        "I1",
+        f"{work.name} computes tokens {work.start} to {work.stop} without a block for them in "
+        f"group {group.number}",
+    )

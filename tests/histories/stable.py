@@ -10,10 +10,16 @@ import zlib
 class Name(str):
     """A request id."""
 
-    __slots__ = ()
+    def __new__(cls, text: str) -> "Name":
+        name = super().__new__(cls, text)
+        name._hash = zlib.crc32(text.encode())
+        return name
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return Name, (str(self),)
 
     def __hash__(self) -> int:
-        return zlib.crc32(self.encode())
+        return self._hash
 
 
 class Hash(bytes):

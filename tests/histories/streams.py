@@ -47,18 +47,32 @@ def text(name: str, length: int) -> np.ndarray:
 
 
 class Stream:
-    """The tokens of one request: its prompt, then what the fake model made of it."""
+    """The tokens of one request: its prompt, then what the fake model made of it.
 
-    def __init__(self, prompt: np.ndarray) -> None:
+    Args:
+        prompt: its tokens.
+        images: names of the images that begin at some of them; the KV from there on is of
+            this image and no other.
+        kind: what else tells it apart from requests with the same tokens.
+    """
+
+    def __init__(
+        self, prompt: np.ndarray, images: dict[int, str] | None = None, kind: str = ""
+    ) -> None:
+        self.images, self.kind = images or {}, kind
         self.prompt_length = len(prompt)
         self.tokens: list[int] = prompt.tolist()
         size = len(prompt) + 1
         # At index i, what stands for the first i tokens: a sum that can be continued, and
         # the same, spread.
         self._sums = np.zeros(size + 64, dtype=np.uint64)
-        np.cumsum(prompt.astype(np.uint64) * _weights(len(prompt)), out=self._sums[1:size])
-        self._marks = np.zeros(size + 64, dtype=np.uint64)
-        self._marks[:size] = _mix(self._sums[:size])
+        values = prompt.astype(np.uint64)
+        for place, name in self.images.items():
+            values[place] += np.uint64(zlib.crc32(name.encode()) << 20)
+        values[0] += np.uint64(zlib.crc32(kind.encode()) << 24)
+        np.cumsum(values * _weights(len(prompt)), out=self._sums[1:size])
+        self.marks = np.zeros(size + 64, dtype=np.uint64)
+        self.marks[:size] = _mix(self._sums[:size])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,22 +83,25 @@ class Stream:
             end = len(self.tokens)
             if end + 1 >= len(self._sums):
                 self._sums = np.resize(self._sums, 2 * len(self._sums))
-                self._marks = np.resize(self._marks, 2 * len(self._marks))
+                self.marks = np.resize(self.marks, 2 * len(self.marks))
             so_far = int(self._sums[end])
             token = (so_far * _GOLDEN & _MASK) % VOCABULARY + 1
             weight = int(_weights(end + 1)[end])
             self._sums[end + 1] = (so_far + token * weight) & _MASK
-            self._marks[end + 1] = _mix(self._sums[end + 1 : end + 2])[0]
+            self.marks[end + 1] = _mix(self._sums[end + 1 : end + 2])[0]
             self.tokens.append(token)
+
+    def answer(self, count: int) -> list[int]:
+        """So many tokens after the prompt, none of which is said yet."""
+        whole = Stream(np.array(self.tokens), self.images, self.kind)
+        whole.grow_to(self.prompt_length + count)
+        return whole.tokens[self.prompt_length :]
 
     def labels(self, group: int, ends: np.ndarray | slice | int) -> np.ndarray:
         """Labels of blocks of `group` that hold tokens up to (not including) `ends`."""
-        return (self._marks[ends] | _ONE) ^ _SALTS[group]
+        return labels_of(self.marks[ends], group)
 
-    def block_labels(self, group: int, block_size: int, first: int, last: int) -> np.ndarray:
-        """Labels of the blocks `first` to `last` (not included), all of them full."""
-        if last * block_size > len(self.tokens):
-            raise ValueError(f"{last} blocks of {block_size} exceed {len(self)} tokens")
-        return self.labels(
-            group, slice((first + 1) * block_size, last * block_size + 1, block_size)
-        )
+
+def labels_of(marks: np.ndarray, group: np.ndarray | int) -> np.ndarray:
+    """Labels of blocks that end where a stream has these marks."""
+    return (marks | _ONE) ^ _SALTS[group]

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.core.block_pool import BlockPool
 
-from . import pins
+from . import engine, pins
 from .cases import CASES
 from .findings import Violation
 from .generate import random_history
@@ -73,6 +73,20 @@ def test_faulty_backend(backend: type[CopyEngine], case: str) -> None:
     seed, violation = _first_finding(CASES[case], backend)
     assert violation.invariant == "I1", f"seed {seed}: {violation}"
     assert failure_of(random_history(seed, CASES[case])) is None
+
+
+# --- requests that are not told apart ---
+
+
+@pytest.mark.parametrize("case", ["images", "salts-and-adapters"])
+def test_hashes_of_tokens_alone(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Requests with other images, salts or adapters hit each other's blocks."""
+    real = engine.hash_block
+    monkeypatch.setattr(engine, "hash_block", lambda value: real((*value[:2], None)))
+    seed, violation = _first_finding(
+        CASES[case] | {"geometry": "gemma4-31b", "bidirectional": False}
+    )
+    assert violation.invariant == "I1", f"seed {seed}: {violation}"
 
 
 # --- a connector without its protection ---

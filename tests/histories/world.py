@@ -9,6 +9,8 @@ from types import ModuleType
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -28,6 +30,10 @@ _PATIENCE = 12
 _STUCK = 40
 _MOST_STEPS = 20_000
 _MOST_STEPS_TO_REST = 60
+# Tokens that a request may generate beyond those after which it stops.
+_MORE_THAN_ENOUGH = 8
+# The token that stands for every part of every image.
+_PLACEHOLDER = 1
 
 
 @dataclass
@@ -69,6 +75,8 @@ class World:
         self.now = 0
         self.streams: dict[str, Stream] = {}
         self.requests: dict[str, Request] = {}
+        # Tokens in each answer.
+        self.answers: dict[str, int] = {}
         self.gpus = [BlockMemory(engine.num_blocks) for _ in engine.workers]
         # How often each GPU block was handed out.
         self.owner_changes = np.zeros(engine.num_blocks, dtype=np.int64)
@@ -152,23 +160,53 @@ class World:
 
     def _arrive(self, arrival: Arrive) -> None:
         parts = [text(name, length) for name, length in arrival.prompt]
-        if arrival.after in self.streams:
-            parts.insert(0, np.array(self.streams[arrival.after].tokens))
+        before = self.requests.get(arrival.after)
+        salt, adapter = arrival.salt, arrival.adapter
+        images: list[MultiModalFeatureSpec] = []
+        start = 0
+        if before is not None:
+            said = self.streams[before.request_id].tokens[: before.num_tokens]
+            parts.insert(0, np.array(said))
+            start = len(parts[0])
+            salt = before.cache_salt
+            adapter = before.lora_request and before.lora_request.lora_name
+            images += before.mm_features
         # Like a server, refuse nothing and cut what is too long.
-        room = self.settings.max_model_len - arrival.generate
+        most = arrival.generate + (_MORE_THAN_ENOUGH if arrival.stops else 0)
+        room = self.settings.max_model_len - most
         prompt = np.concatenate(parts)[:room] if parts else text("empty", 1)
+        images += [_image(name, start + at, length) for name, at, length in arrival.images]
+        images = [image for image in images if _end(image) <= len(prompt)]
+        for image in images:
+            prompt[image.mm_position.offset : _end(image)] = _PLACEHOLDER
         name = Name(arrival.name)
-        self.streams[name] = stream = Stream(prompt)
+        self.streams[name] = stream = Stream(
+            prompt,
+            {image.mm_position.offset: image.identifier for image in images},
+            f"{salt} {adapter}",
+        )
+        answer, stop = arrival.generate, []
+        if arrival.stops:
+            said = stream.answer(answer)
+            stop = said[-1:]
+            answer = said.index(stop[0]) + 1
         self.requests[name] = request = Request(
             request_id=name,
             prompt_token_ids=list(stream.tokens),
             sampling_params=SamplingParams(
-                max_tokens=arrival.generate, ignore_eos=True, temperature=0
+                max_tokens=most,
+                stop_token_ids=stop,
+                ignore_eos=True,
+                temperature=0,
             ),
             pooling_params=None,
+            mm_features=images,
+            lora_request=LoRARequest(adapter, 1, "nowhere") if adapter else None,
+            cache_salt=salt,
             block_hasher=self.engine.block_hasher,
             arrival_time=float(len(self.requests)),
         )
+        self.answers[name] = answer
         self.scheduler.add_request(request)
         self.report.requests += 1
 
@@ -341,6 +379,19 @@ class World:
         report.loaded_tokens = self.external["hits"]
         report.trace = self._digest.hexdigest()
         return report
+
+
+def _image(name: str, start: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=name,
+        mm_position=PlaceholderRange(offset=start, length=length),
+    )
+
+
+def _end(image: MultiModalFeatureSpec) -> int:
+    return image.mm_position.offset + image.mm_position.length
 
 
 def replay(history: History, copies: type[CopyEngine] = CopyEngine) -> Report:

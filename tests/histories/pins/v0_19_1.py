@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import (
     common as offloading_common,
@@ -20,7 +21,6 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.mediums import CPULoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
-from ..geometry import GEOMETRIES
 from ..history import Settings
 from ..memory import CopyEngine
 from ..transfers import HostPool, layer_specs, submit
@@ -44,7 +44,7 @@ def connector_options(settings: Settings) -> dict[str, Any]:
         if _CHUNKS_ARE_BLOCKS:
             options["blocks_per_chunk"] = settings.blocks_per_chunk
         else:
-            size = GEOMETRIES[settings.geometry].block_size
+            size = settings.model.block_size
             options["block_size"] = size * settings.blocks_per_chunk
     return options
 
@@ -52,6 +52,11 @@ def connector_options(settings: Settings) -> dict[str, Any]:
 def cache_options(settings: Settings) -> dict[str, Any]:
     """Arguments of `CacheConfig` that only this release has."""
     return {}
+
+
+def make_bidirectional(model: ModelConfig) -> None:
+    """Let the tokens of an image look at those behind them."""
+    vars(model)["is_mm_prefix_lm"] = True
 
 
 def plan(

@@ -1,8 +1,10 @@
 """vLLM v0.33.0."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_planning, kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,6 +45,11 @@ def cache_options(settings: Settings) -> dict[str, Any]:
         return {}
     interval = None if settings.retention == "all" else settings.retention
     return {"prefix_cache_retention_interval": interval}
+
+
+def make_bidirectional(model: ModelConfig) -> None:
+    """Let the tokens of an image look at those behind them."""
+    model.model_arch_config = replace(model.model_arch_config, is_mm_prefix_lm=True)
 
 
 def plan(
