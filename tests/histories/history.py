@@ -34,7 +34,8 @@ class Settings:
         stages: whether the workers hold different layers.
         store_delay: fewest and most steps that a store takes.
         load_delay: fewest and most steps that a load takes.
-        lazy_stores: stores finish only when somebody waits for them or nothing else moves.
+        lazy_stores: stores finish only when somebody waits for them, nothing else moves, or
+            so many steps later that no hardware is as slow.
         fail_every: every so many-th copy fails; 0 for never.
         eviction: policy of the host tier.
         store_threshold: how often a block must be seen before it is stored.

@@ -23,6 +23,9 @@ _WHY_NO_LABEL = {
     STORING: "nothing yet, a store into it is under way",
 }
 
+# How late a copy is that nobody waits for.
+LAZY_STEPS = 200
+
 
 class BlockMemory:
     """A pool of blocks, each with the label of the KV in it.
@@ -265,7 +268,7 @@ class CopyEngine:
     def _due(self, is_store: bool) -> int:
         settings = self.settings
         if is_store and settings.lazy_stores:
-            return 1 << 30
+            return self._now() + LAZY_STEPS
         low, high = settings.store_delay if is_store else settings.load_delay
         key = settings.seed * 7919 + self.worker * 104_729 + self._count * 15_485_863
         return self._now() + low + (key ^ key >> 7) % (high - low + 1)
