@@ -29,13 +29,14 @@ def _common(engine: Engine) -> int:
 
 def _copies(pairs: list[tuple[int, int]]) -> int:
     """Copies that the worker makes, per tensor, of (GPU block, host block) pairs to load."""
-    from vllm.v1.kv_offload.worker import cpu_gpu
-
-    join = getattr(cpu_gpu, "join_pages", None)
-    if join is None or not pairs:
+    try:
+        from vllm.v1.kv_offload.worker.cpu_gpu import join_pages
+    except ImportError:  # a release that joins nothing
         return len(pairs)
+    if not pairs:
+        return 0
     # As if all host memory were registered in one piece.
-    return len(join(np.array(pairs)[:, ::-1], 0, 1 << 62))
+    return len(join_pages(np.array(pairs)[:, ::-1], 0, 1 << 62))
 
 
 def _ample(geometry: str, tokens: int, **options: Any) -> Engine:
