@@ -14,7 +14,8 @@ exec docker run --rm --name gemma4 \
   --shm-size 128g \
   --ulimit memlock=-1 \
   --publish 8000:8000 \
-  --volume "$HOME/.cache/huggingface:/root/.cache/huggingface" \
+  --volume "$HOME/.cache/huggingface:/huggingface" \
+  --env HF_HOME=/huggingface \
   --env HF_TOKEN \
   "$image" \
   "${MODEL:-google/gemma-4-31B-it}" \

@@ -23,7 +23,8 @@ exec docker run --rm --name "gemma4-$NODE" \
   --shm-size 248g \
   --ulimit memlock=-1 \
   --network host \
-  --volume "$HOME/.cache/huggingface:/root/.cache/huggingface" \
+  --volume "$HOME/.cache/huggingface:/huggingface" \
+  --env HF_HOME=/huggingface \
   --env HF_TOKEN \
   "$image" \
   "${MODEL:-google/gemma-4-31B-it}" \

@@ -82,15 +82,7 @@ def report_sizes(pin: Pin, patches: dict[str, bytes]) -> None:
         Failure: a patch is larger than vLLM accepts without an RFC.
     """
     for name, content in patches.items():
-        product = tests = docs = 0
-        for file in series.touched(content):
-            lines = file.added + file.removed
-            if file.path.startswith("tests/"):
-                tests += lines
-            elif file.path.startswith("docs/") or file.path.endswith(".md"):
-                docs += lines
-            else:
-                product += lines
+        product, tests, docs = series.lines(content).values()
         remark = f" (aim: below {_AIM})" if product > _AIM else ""
         say(f"{pin.tag}/{name}: {product} product, {tests} test, {docs} doc lines{remark}")
         if product > _LIMIT:

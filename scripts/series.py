@@ -86,6 +86,20 @@ def touched(patch: bytes) -> list[TouchedFile]:
     return files
 
 
+def lines(patch: bytes) -> dict[str, int]:
+    """The lines of product, tests and docs that a patch adds and removes."""
+    count = {"product": 0, "test": 0, "doc": 0}
+    for file in touched(patch):
+        if file.path.startswith("tests/"):
+            kind = "test"
+        elif file.path.startswith("docs/") or file.path.endswith(".md"):
+            kind = "doc"
+        else:
+            kind = "product"
+        count[kind] += file.added + file.removed
+    return count
+
+
 def net_effect(patches: dict[str, bytes]) -> dict[str, tuple[str | None, str | None]]:
     """For every file of the series: its blob id before the series and after it."""
     effect: dict[str, tuple[str | None, str | None]] = {}

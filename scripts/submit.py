@@ -60,18 +60,6 @@ class Proposal:
         found = re.findall(rb"^\+(?:async )?def (test_\w+)", self.content, re.M)
         return [name.decode() for name in found]
 
-    def lines(self) -> dict[str, int]:
-        count = {"product": 0, "test": 0, "doc": 0}
-        for file in series.touched(self.content):
-            count[_kind(file.path)] += file.added + file.removed
-        return count
-
-
-def _kind(path: str) -> str:
-    if path.startswith("tests/"):
-        return "test"
-    return "doc" if path.startswith("docs/") or path.endswith(".md") else "product"
-
 
 def submit(name: str, pin: Pin) -> None:
     """Print the pull request of each patch of a fix, searches and checks first.
@@ -185,7 +173,7 @@ def check(pin: Pin, tree: Git, proposal: Proposal) -> list[str]:
     where = f"{pin.tag}/{proposal.name}: "
     manners = checks.lint_series(pin, series.read(pin.series))
     told("message", [text.removeprefix(where) for text in manners if text.startswith(where)])
-    count = proposal.lines()
+    count = series.lines(proposal.content)
     size = ", ".join(f"{lines} {kind}" for kind, lines in count.items())
     limit = f"more than {checks._LIMIT} product lines want an RFC first"
     told(f"size: {size} lines", limit if count["product"] > checks._LIMIT else "")

@@ -16,10 +16,4 @@ def checkpoint(tmp_path_factory):
     """A function that writes a small checkpoint, once, and returns its folder."""
     import checkpoints
 
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def written(name: str) -> Path:
-        folder = root / name
-        return folder if folder.exists() else checkpoints.write(name, folder)
-
-    return written
+    return checkpoints.writer(tmp_path_factory.mktemp("checkpoints"))

@@ -15,7 +15,7 @@ config.json is written here, not by a version of transformers.
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -385,6 +385,16 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
     if isinstance(model, Plain):
         write_adapter(model, directory / ADAPTER, seed)
     return directory
+
+
+def writer(root: Path) -> Callable[[str], Path]:
+    """A function that writes a checkpoint below a folder, once, and returns where it is."""
+
+    def written(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else write(name, folder)
+
+    return written
 
 
 def write_adapter(model: Plain, directory: Path, seed: int) -> None:

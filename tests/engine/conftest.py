@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import environment
 import pytest
@@ -15,13 +14,7 @@ def checkpoint(tmp_path_factory):
     """A function that writes the checkpoint of that name, once, and returns its folder."""
     import checkpoints
 
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def written(name: str) -> Path:
-        folder = root / name
-        return folder if folder.exists() else checkpoints.write(name, folder)
-
-    return written
+    return checkpoints.writer(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

@@ -248,19 +248,24 @@ def test_an_interrupted_run_can_be_removed(release, monkeypatch, writes):
     assert release.state() == before
 
 
+def interrupt(patch, owner, name, call):
+    """Let the function of that name be interrupted instead of called for that time."""
+    original = getattr(owner, name)
+    left = iter(range(call - 1, -1, -1))
+
+    def interrupted(*arguments):
+        if next(left) == 0:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    patch.setattr(owner, name, interrupted)
+
+
 @pytest.mark.parametrize("copies", [1, 30])
 def test_a_run_interrupted_before_it_changes_anything(release, monkeypatch, copies):
     before = release.state()
-    copy = release.program.shutil.copy2
-    left = iter(range(copies - 1, -1, -1))
-
-    def interrupted(source, target):
-        if next(left) == 0:
-            raise KeyboardInterrupt
-        return copy(source, target)
-
     with monkeypatch.context() as patch:
-        patch.setattr(release.program.shutil, "copy2", interrupted)
+        interrupt(patch, release.program.shutil, "copy2", copies)
         with pytest.raises(KeyboardInterrupt):
             release.program.install()
     assert release.run("remove") is None
@@ -270,16 +275,8 @@ def test_a_run_interrupted_before_it_changes_anything(release, monkeypatch, copi
 def test_remove_can_be_interrupted_too(release, monkeypatch):
     before = release.state()
     assert release.run("install") is None
-    replace = release.program.os.replace
-    left = iter(range(30, -1, -1))
-
-    def interrupted(source, target):
-        if next(left) == 0:
-            raise KeyboardInterrupt
-        replace(source, target)
-
     with monkeypatch.context() as patch:
-        patch.setattr(release.program.os, "replace", interrupted)
+        interrupt(patch, release.program.os, "replace", 31)
         with pytest.raises(KeyboardInterrupt):
             release.program.remove()
     assert release.run("remove") is None
