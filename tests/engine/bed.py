@@ -3,15 +3,16 @@
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cases import Case
-from checkpoints import ADAPTER, MODELS
+from checkpoints import ADAPTER, MODELS, Shape
 from engines import BLOCK_SIZE, counter, engine, engine_config, hybrid_manager_is_on, offloading
-from workloads import Request, Reset, Script
+from workloads import PICTURE_TOKEN, PICTURE_TOKENS, Request, Reset, Script
 
 # An engine that takes longer for a script is stuck.
 MOST_STEPS = 4000
@@ -95,10 +96,22 @@ def sampling_params(request: Request):
     )
 
 
-def adapter_settings(script: Script) -> dict:
-    """Arguments of `engine` if a request wants the adapter."""
-    wanted = any(isinstance(event, Request) and event.adapter for event in script)
-    return {"enable_lora": True, "max_lora_rank": 8} if wanted else {}
+def settings_for(script: Script) -> dict:
+    """Arguments of `engine` if a request wants the adapter, or has a picture."""
+    settings = {}
+    requests = [event for event in script if isinstance(event, Request)]
+    if any(request.adapter for request in requests):
+        # On v0.19.1 the CPU's LoRA ops take the last adapter for a request that wants none;
+        # a second one that nobody loads is as good as none.
+        settings |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    if any(request.picture is not None for request in requests):
+        model = {
+            "architectures": ["Gemma4WithPictures"],
+            "picture_token_id": PICTURE_TOKEN,
+            "picture_tokens": PICTURE_TOKENS,
+        }
+        settings |= {"enable_mm_embeds": True, "hf_overrides": model}
+    return settings
 
 
 def adapter(folder: Path, request: Request):
@@ -109,6 +122,26 @@ def adapter(folder: Path, request: Request):
     return LoRARequest(ADAPTER, 1, str(folder / ADAPTER))
 
 
+def engine_input(request: Request, prompt: list[int]) -> dict:
+    """What `add_request` and `generate` take for a prompt."""
+    given: dict = {"prompt_token_ids": prompt}
+    if request.salt is not None:
+        given["cache_salt"] = request.salt
+    if request.picture is not None:
+        # vLLM puts as many tokens there as the picture has.
+        first = prompt.index(PICTURE_TOKEN)
+        given["prompt_token_ids"] = prompt[: first + 1] + prompt[first + PICTURE_TOKENS :]
+        given["multi_modal_data"] = {"image": [_picture(request.picture)]}
+    return given
+
+
+def _picture(number: int):
+    import torch
+
+    numbers = torch.Generator().manual_seed(number)
+    return torch.randn(PICTURE_TOKENS, Shape.hidden, generator=numbers)
+
+
 # --- what is right ---
 
 
@@ -116,7 +149,7 @@ def cold_answers(folder: Path, scripts: list[Script]) -> list[dict[str, Answer]]
     """The answers of an engine without connector and prefix cache, for several scripts."""
     answers: list[dict[str, Answer]] = [{} for _ in scripts]
     settings = {"enable_prefix_caching": False, "max_num_seqs": 16}
-    settings |= adapter_settings([event for script in scripts for event in script])
+    settings |= settings_for([event for script in scripts for event in script])
     with engine(folder, **settings) as llm:
         while True:
             # A chat can go on when the answer before is there.
@@ -132,7 +165,7 @@ def cold_answers(folder: Path, scripts: list[Script]) -> list[dict[str, Answer]]
                 return answers
             prompts = [full_prompt(request, known) for known, request in due]
             outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts],
+                [engine_input(request, prompt) for (_, request), prompt in zip(due, prompts)],
                 [sampling_params(request) for _, request in due],
                 lora_request=[adapter(folder, request) for _, request in due],
                 use_tqdm=False,
@@ -215,7 +248,7 @@ def engine_settings(case: Case, seed: int, folder: Path, ledger: str, spec: str)
         "blocks_per_chunk": case.blocks_per_chunk,
         "hostility": {"seed": seed, "ledger": ledger, **case.hostility},
     }
-    settings = case.settings | adapter_settings(case.script(seed))
+    settings = case.settings | settings_for(case.script(seed))
     shape = MODELS[case.model]
     longest = case.workload.longest + case.workload.longest_answer
     settings["max_model_len"] = longest
@@ -230,22 +263,46 @@ def engine_settings(case: Case, seed: int, folder: Path, ledger: str, spec: str)
 
 
 class Comparison:
-    """Outputs as they come, with what they should be."""
+    """Outputs as they come, with what they should be, and what may be taken from a cache."""
 
     def __init__(self, expected: dict[str, Answer]):
         self.expected = expected
+        # of the requests that came, by what else has to be the same
+        self.texts: dict[tuple, list[list]] = defaultdict(list)
+        self.most_cached: dict[str, int] = {}
+        self.reuses: set[str] = set()
         self.ended: set[str] = set()
-        # by request and number of the answer
+        # by request and number of the answer, or -1
         self.wrong: dict[tuple[str, int], str] = {}
 
     def prompt(self, request: Request) -> dict:
-        return {"prompt_token_ids": full_prompt(request, self.expected)}
+        """The input for a request, which comes now."""
+        prompt = full_prompt(request, self.expected)
+        self._remember(request, prompt)
+        return engine_input(request, prompt)
+
+    def _remember(self, request: Request, prompt: list[int]) -> None:
+        text = [request.picture if token == PICTURE_TOKEN else -token for token in prompt]
+        others = self.texts[request.salt, request.adapter]
+        shared = max((_length_of_common_prefix(text, other) for other in others), default=0)
+        # A second answer finds what the first one left.
+        self.most_cached[request.name] = shared if request.n == 1 else len(prompt)
+        others.append(text + [-token for token in self.expected[request.name].tokens[0]])
+        if request.reuses:
+            self.reuses.add(request.name)
 
     def look_at(self, output) -> None:
         name = output.request_id
         right = self.expected[name]
         if output.finished:
             self.ended.add(name)
+        cached, most = output.num_cached_tokens or 0, self.most_cached[name]
+        if cached > most:
+            self.wrong[name, -1] = (
+                f"{name} takes {cached} tokens from a cache, and shares {most} with others"
+            )
+        if output.finished and name in self.reuses and not cached:
+            self.wrong[name, -1] = f"{name} takes nothing from a cache"
         for one in output.outputs:
             got, want = tuple(one.token_ids), right.tokens[one.index]
             # An answer that is not finished has to be the beginning of the right one.
@@ -257,6 +314,11 @@ class Comparison:
                     f"{name} ({len(right.prompt)} tokens, {output.num_cached_tokens} cached) "
                     f"answers {list(got)}, not {list(want)}"
                 )
+
+
+def _length_of_common_prefix(one: list, other: list) -> int:
+    pairs = enumerate(zip(one, other))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class Replay:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 import environment
 import pytest
 
+from tests.histories.planted import caught, print_table  # noqa: F401  (a fixture)
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
@@ -81,6 +83,10 @@ def _start_first(request):
     """What is only waited for runs beside the other tests."""
     if any("in_stock" in item.fixturenames for item in request.session.items):
         request.getfixturevalue("in_stock")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    print_table(terminalreporter, "tests/engine")
 
 
 def pytest_report_header() -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from checkpoints import VOCAB_SIZE
 
 FIRST_TEXT_TOKEN = 4
+# Stands in a prompt where a picture is: a token for each of the picture's.
+PICTURE_TOKEN = 3
+PICTURE_TOKENS = 40
 # Long enough that one of the stop strings comes.
 STOPPED_ANSWER = 16
 
@@ -23,6 +26,9 @@ class Request:
         n: answers, all the same.
         stop: strings that end the answer.
         adapter: whether the model's LoRA adapter answers.
+        salt: requests with another one share no blocks with this one.
+        picture: number of the one in the prompt.
+        reuses: whether it must find some of its prompt in a cache.
         abort_after: engine steps after which the client goes away.
     """
 
@@ -34,6 +40,9 @@ class Request:
     n: int = 1
     stop: tuple[str, ...] = ()
     adapter: bool = False
+    salt: str | None = None
+    picture: int | None = None
+    reuses: bool = False
     abort_after: int | None = None
 
 
@@ -73,8 +82,10 @@ class Workload:
         hard_resets: whether some of that preempts what is running, or empties the host tier.
         doubled: share with two answers.
         stopped: share that ends with a stop string.
-        adapted: share that goes to the LoRA adapter.
-        last_round: when all is done, empty the prefix cache and ask for each family again.
+        told_apart: kinds of requests of a family, beside the plain one: each has a salt, the
+            adapter or a picture of its own ("salt", "adapter", "picture") and the same text.
+        last_round: when all is done, empty the prefix cache and ask for each family again;
+            if its requests are told apart, for each kind.
         boundaries: in place of all that, a prompt of each length that matters, and each
             again, with and without one token more, when the prefix cache is empty.
     """
@@ -90,7 +101,7 @@ class Workload:
     hard_resets: bool = False
     doubled: float = 0.1
     stopped: float = 0.1
-    adapted: float = 0.0
+    told_apart: tuple[str, ...] = ()
     last_round: bool = True
     boundaries: bool = False
 
@@ -107,6 +118,7 @@ class Workload:
         script: Script = []
         lengths: dict[str, int] = {}  # of chats that can go on, answer included
         used = dict.fromkeys(range(self.families), 0)
+        longest: dict[tuple[int, int], Request] = {}  # of each family and kind
         for i in range(self.requests):
             gap = numbers.randint(*self.gap)
             if numbers.random() < self.resets:
@@ -131,6 +143,14 @@ class Workload:
                 tail = tokens(f"{seed} tail {i}", length - shared)
                 request = replace(request, prompt=families[family][:shared] + tail)
                 used[family] = max(used[family], shared)
+                if self.told_apart:
+                    kind = numbers.randint(0, len(self.told_apart))
+                    if kind:
+                        by = self.told_apart[kind - 1]
+                        request = _told_apart(request, by, kind, where=16 * family)
+                    longest.setdefault((family, kind), request)
+                    if length > len(longest[family, kind].prompt):
+                        longest[family, kind] = request
             fate = numbers.random()
             if fate < self.aborts:
                 request = replace(request, abort_after=numbers.randint(0, 12))
@@ -140,12 +160,13 @@ class Workload:
                 request = replace(request, tokens=STOPPED_ANSWER, stop=tuple("etaoinshrdlu"))
             elif length + request.tokens + 48 <= self.longest:
                 lengths[request.name] = length + request.tokens
-            if self.adapted and numbers.random() < self.adapted:
-                request = replace(request, adapter=True)
             script.append(request)
         if self.last_round:
             script += _pause("pause")
-            for family, length in used.items():
+            for (family, kind), request in longest.items():
+                again = replace(request, name=f"last{family}-{kind}", gap=2, n=1, stop=())
+                script.append(replace(again, reuses=len(again.prompt) > 2 * max(units)))
+            for family, length in used.items() if not longest else ():
                 prompt = families[family][:length] or families[family]
                 script.append(Request(f"last{family}", prompt, gap=2))
         return script
@@ -166,6 +187,22 @@ class Workload:
             return numbers.randint(1, self.longest)
         length = unit * numbers.randint(1, self.longest // unit) + numbers.choice((-1, 0, 0, 1))
         return min(length, self.longest)
+
+
+def _told_apart(request: Request, by: str, number: int, where: int) -> Request:
+    """The request with the salt or picture of that number, or with the adapter."""
+    match by:
+        case "salt":
+            return replace(request, salt=f"salt {number}")
+        case "adapter":
+            return replace(request, adapter=True)
+        case "picture":
+            if len(request.prompt) <= where + PICTURE_TOKENS:
+                return request
+            before, behind = request.prompt[:where], request.prompt[where + PICTURE_TOKENS :]
+            prompt = (*before, *[PICTURE_TOKEN] * PICTURE_TOKENS, *behind)
+            return replace(request, prompt=prompt, picture=number)
+    raise ValueError(f"requests are told apart by salt, adapter or picture, not by {by}")
 
 
 def _pause(name: str) -> Script:

@@ -241,8 +241,12 @@ def statistics(world: World, stats: Any) -> None:
 # --- at the end ---
 
 
+# Where requests have ended: of no more than so many.
+_OUTLIVES_REQUESTS = {"_request_ends"}
+
+
 def state_sizes(world: World) -> dict[str, int]:
-    """Sizes of all collections in which the connectors keep their state."""
+    """Sizes of all collections in which the connectors keep the state of requests."""
     connectors = [world.scheduler.connector, *(w.connector for w in world.engine.workers)]
     return {
         f"{type(part).__name__}.{name}": len(value)
@@ -250,7 +254,7 @@ def state_sizes(world: World) -> dict[str, int]:
         for part in (connector.connector_scheduler, connector.connector_worker)
         if part is not None
         for name, value in vars(part).items()
-        if isinstance(value, dict | set | list | deque)
+        if isinstance(value, dict | set | list | deque) and name not in _OUTLIVES_REQUESTS
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from . import pins
+from .planted import caught, print_table  # noqa: F401  (a fixture)
 from .stock import stock_path
 
 _ROOT = Path(__file__).parents[2]
@@ -69,6 +70,10 @@ def trace_elsewhere() -> Iterator[Callable[[], str]]:
     with _start(["-c", _TRACE], [], PYTHONHASHSEED="12345") as process:
         yield lambda: process.communicate()[0]
         process.kill()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    print_table(terminalreporter, "tests/histories")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,26 +1,19 @@
 """The bed finds what is wrong on purpose, in a backend and in a connector."""
 
-import copy
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-    OffloadingConnectorWorker,
-)
-from vllm.v1.core.block_pool import BlockPool
 
-from . import engine, pins
+from . import engine
 from .cases import CASES
 from .findings import Violation
 from .generate import random_history
 from .memory import Copy, CopyEngine
+from .planted import Caught, remove_protection
 from .shrink import failure_of
 from .world import replay
-
-PIN = pins.current().TAG
 
 
 def _first_finding(
@@ -69,8 +62,9 @@ class CopiesOneStepLate(CopyEngine):
 
 @pytest.mark.parametrize("backend", [SwapsTwoBlocks, LosesABlock, CopiesOneStepLate])
 @pytest.mark.parametrize("case", ["one-group", "gemma4-31b"])
-def test_faulty_backend(backend: type[CopyEngine], case: str) -> None:
+def test_faulty_backend(backend: type[CopyEngine], case: str, caught: Caught) -> None:
     seed, violation = _first_finding(CASES[case], backend)
+    caught(seed, violation)
     assert violation.invariant == "I1", f"seed {seed}: {violation}"
     assert failure_of(random_history(seed, CASES[case])) is None
 
@@ -79,44 +73,23 @@ def test_faulty_backend(backend: type[CopyEngine], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["images", "salts-and-adapters"])
-def test_hashes_of_tokens_alone(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_hashes_of_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch, case: str, caught: Caught
+) -> None:
     """Requests with other images, salts or adapters hit each other's blocks."""
     real = engine.hash_block
     monkeypatch.setattr(engine, "hash_block", lambda value: real((*value[:2], None)))
     seed, violation = _first_finding(
         CASES[case] | {"geometry": "gemma4-31b", "bidirectional": False}
     )
+    caught(seed, violation)
     assert violation.invariant == "I1", f"seed {seed}: {violation}"
 
 
 # --- a connector without its protection ---
 
 
-def _never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are given away while a store still reads them."""
-    real = OffloadingConnectorWorker.handle_preemptions
-
-    def handle_preemptions(self: Any, metadata: Any) -> None:
-        blind = copy.copy(metadata)
-        blind.jobs_to_flush = None
-        real(self, blind)
-
-    monkeypatch.setattr(OffloadingConnectorWorker, "handle_preemptions", handle_preemptions)
-
-
-def _never_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are free as soon as their request leaves them, whatever still reads them."""
-    monkeypatch.setattr(BlockPool, "hold_blocks", lambda *arguments: None)
-    monkeypatch.setattr(BlockPool, "release_blocks", lambda *arguments: None)
-
-
-_PROTECTIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "v0.19.1": _never_holds,
-    "v0.33.0": _never_waits,
-}
-
-
-def test_connector_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connector_without_protection(monkeypatch: pytest.MonkeyPatch, caught: Caught) -> None:
     given = {
         "geometry": "qwen3-32b",
         "gpu_ratio": 1.0,
@@ -125,8 +98,9 @@ def test_connector_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
         "resets": 0.0,
         "answers": (16, 33, 80),
     }
-    _PROTECTIONS[PIN](monkeypatch)
+    remove_protection(monkeypatch)
     seed, violation = _first_finding(given)
+    caught(seed, violation)
     assert violation.invariant == "I2", f"seed {seed}: {violation}"
     monkeypatch.undo()
     assert failure_of(random_history(seed, given)) is None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from . import pins
 from .cases import history
+from .planted import Caught
 from .world import replay
 
 _FINDINGS = {
@@ -13,9 +14,14 @@ _FINDINGS = {
 }
 
 
-def test_bed_bites_on_the_release_as_published(in_stock: Callable[[], str]) -> None:
+def test_bed_bites_on_the_release_as_published(
+    in_stock: Callable[[], str], caught: Caught
+) -> None:
     output = in_stock()
     assert re.search(_FINDINGS[pins.current().TAG], output), output
+    seed, finding = re.search(r"seed (\d+), breaks (.*)", output).groups()
+    (seconds,) = re.search(r"steps in (\d+) s", output).groups()
+    caught(int(seed), f"after {seconds} s of its own: {finding}")
 
 
 def test_a_seed_is_the_same_history_in_every_process(
