@@ -5,11 +5,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import installer, wheel
+from scripts import installer, pins, wheel
 from scripts.pins import ROOT, Pin
 from scripts.shell import Failure, run, say
 
 _DOCKERFILE = ROOT / "image" / "Dockerfile"
+_ENGINES = ("docker", "podman", "buildah")
 # What a container of the image is started with; the layer must leave it alone.
 _KEPT = (
     "Entrypoint", "Cmd", "User", "WorkingDir", "Env", "ExposedPorts", "Volumes", "StopSignal",
@@ -47,6 +48,30 @@ class Engine:
         known = [known.partition("@")[2] for known in found.get("RepoDigests") or []]
         return named or next(iter(known), "") or found.get("FromImageDigest", "")
 
+    def fetch(self, image: str) -> str:
+        """Have an image here, and return the name by which the engine knows it.
+
+        Raises:
+            Failure: it is not here, and cannot be pulled.
+        """
+        if self.inspect(image) is not None:
+            return image
+        image = _with_registry(image)
+        if run([self.name, "pull", image], check=False, capture=False).returncode:
+            raise Failure(
+                f"{self.name} cannot pull {image}, for the reason above. BASE= names the image "
+                "to build on; one that is on this machine is not pulled"
+            )
+        return image
+
+
+def _with_registry(image: str) -> str:
+    """The full name of an image that docker finds under its short one; others may not."""
+    first, slash, _ = image.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        return image
+    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
+
 
 def default_base(pin: Pin) -> str:
     return f"vllm/vllm-openai:{pin.tag}"
@@ -54,7 +79,9 @@ def default_base(pin: Pin) -> str:
 
 def find_engine(chosen: str | None = None) -> Engine:
     """The chosen engine, or the first that works."""
-    tried = [chosen] if chosen else ["docker", "podman", "buildah"]
+    if chosen and chosen not in _ENGINES:
+        raise Failure(f"ENGINE={chosen} is not known; choose from {', '.join(_ENGINES)}")
+    tried = [chosen] if chosen else _ENGINES
     for name in tried:
         if shutil.which(name) and run([name, "info"], check=False).returncode == 0:
             return Engine(name)
@@ -91,9 +118,9 @@ def build(
     base = base or default_base(pin)
     name = name or f"gemma4kv/vllm-openai:{pin.tag}-{pin.local_version}"
     engine = engine or find_engine()
+    _refuse_other_pin(pin, base)
+    base = engine.fetch(base)
     archive = installer.build(pin, wheel.build(pin, variant, arch or wheel.host_arch()))
-    if engine.inspect(base) is None:
-        run([engine.name, "pull", base], capture=False)
     before = engine.config(base)
     context = pin.root / "build" / "image" / pin.tag
     shutil.rmtree(context, ignore_errors=True)
@@ -106,10 +133,18 @@ def build(
         command += ["--build-arg", f"{key}={value}"]
     for key, value in _labels(pin, base, engine.digest(base), archive).items():
         command += ["--label", f"{key}={value}"]
-    run([*command, context], capture=False)
+    if run([*command, context], check=False, capture=False).returncode:
+        raise Failure(f"no image was made of {base}, for the reason above")
     _check_config(before, engine.config(name))
     say(f"{pin.tag}: image {name}, on {base}")
     return name
+
+
+def _refuse_other_pin(pin: Pin, base: str) -> None:
+    """Before an image of 20 GB is pulled."""
+    tag = base.partition("@")[0].rpartition(":")[2]
+    if tag != pin.tag and tag in pins.tags():
+        raise Failure(f"{base} is of {tag}, the series of {pin.tag}: add PIN={tag}")
 
 
 def _labels(pin: Pin, base: str, digest: str, archive: Path) -> dict[str, str]:

@@ -190,7 +190,7 @@ class Server:
             with self._open(f"{self.url}/v1/completions", body) as lines:
                 for event in _events(lines):
                     if "error" in event:
-                        raise NoAnswer(str(event["error"]))
+                        raise NoAnswer(_message(event["error"]))
                     for choice in event.get("choices", []):
                         first = first or time.monotonic()
                         answer += choice.get("token_ids") or [choice.get("text", "")]
@@ -541,6 +541,12 @@ class Check:
     def _progress(self, text: str) -> None:
         if not self.options.quiet:
             print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def _message(error: object) -> str:
+    """The sentence in an error of an OpenAI-compatible server."""
+    said = error.get("message") if isinstance(error, dict) else None
+    return str(said or error).rstrip(".")
 
 
 def _sources(before: Metrics, after: Metrics) -> dict[str, float]:

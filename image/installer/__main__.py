@@ -184,7 +184,11 @@ def make_plan(bundle: Bundle) -> Plan:
         if not state["complete"]:
             raise Refusal("an earlier run was interrupted: run `remove`, then `install` again")
         same = state["series"] == manifest["series"]
-        what = "this series" if same else "another state of the series: run its `remove` first"
+        what = (
+            "this series already"
+            if same
+            else "another state of the series: run its `remove` first"
+        )
         raise Refusal(f"{package.version} in {package.site} has {what}")
     if manifest["local_version"] in package.version:
         raise Refusal(f"{package.version} in {package.site} is a wheel of this project already")

@@ -20,6 +20,7 @@ from scripts.pins import ROOT
 from scripts.shell import Failure
 
 BASE, RESULT = "localhost/standin/vllm-openai:base", "localhost/gemma4kv/test:latest"
+EMPTY = "localhost/standin/empty:latest"
 USER = "2000:0"
 BASE_DOCKERFILE = f"""\
 FROM scratch
@@ -224,6 +225,14 @@ def test_serves_and_offloads(server, capsys):
     assert measured["answers_agree"]
 
 
+def test_a_base_without_vllm(storage, buildah, pin, tmp_path, capfd):
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    subprocess.run([buildah, "build", "--quiet", "--tag", EMPTY, tmp_path], check=True)
+    with pytest.raises(Failure, match=f"no image was made of {EMPTY}, for the reason above"):
+        image.build(pin, EMPTY, engine=image.Engine("buildah"), variant="cpu")
+    assert "Error: " in capfd.readouterr().err
+
+
 # --- without an engine ---
 
 
@@ -231,6 +240,35 @@ def test_no_engine_is_said_with_the_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Failure, match="none of docker, podman, buildah works .* installer"):
         image.find_engine()
+
+
+def test_an_engine_that_is_none():
+    with pytest.raises(Failure, match="ENGINE=kaniko is not known; choose from docker, podman"):
+        image.find_engine("kaniko")
+
+
+def test_the_base_of_another_pin(pin):
+    with pytest.raises(Failure, match=r"is of v0\.33\.0, .* of v0\.19\.1: add PIN=v0\.33\.0"):
+        image.build(pin, "vllm/vllm-openai:v0.33.0@sha256:1", engine=image.Engine("none"))
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("vllm/vllm-openai:gemma4", "docker.io/vllm/vllm-openai:gemma4"),
+        ("debian", "docker.io/library/debian"),
+        ("ghcr.io/a/b", "ghcr.io/a/b"),
+        ("localhost/a", "localhost/a"),
+        ("here:5000/a", "here:5000/a"),
+    ],
+)
+def test_a_base_that_cannot_be_pulled(monkeypatch, tmp_path, short, full):
+    """Only docker finds short names without being told where."""
+    (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(Failure, match=f"podman cannot pull {full}, for the reason above"):
+        image.Engine("podman").fetch(short)
 
 
 @pytest.mark.parametrize(

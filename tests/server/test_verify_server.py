@@ -129,6 +129,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b'data: {"choices"')
             return
+        if server.requests == server.faults.get("fails_at"):
+            error = {"message": "EngineCore encountered an issue.", "code": 500}
+            return self.send(f"data: {json.dumps({'error': error})}\n\n".encode())
         tokens, answer = server.answer(body["prompt"])
         events = [{"choices": [{"text": "", "token_ids": answer[: body["max_tokens"]]}]}]
         events.append({"choices": [], "usage": {"prompt_tokens": tokens}})
@@ -186,6 +189,7 @@ def test_the_load_is_as_said(check, capsys):
         ({"restores_wrong": True}, "broken", "another one than before"),
         ({"dies_at": 1}, "died", "stopped answering after 0 requests"),
         ({"dies_at": 5}, "died", "stopped answering after 4 requests"),
+        ({"fails_at": 5}, "unclear", "a request failed: EngineCore encountered an issue."),
         ({"key": "Bearer x"}, "no-server", "--api-key if it wants one"),
     ],
 )
