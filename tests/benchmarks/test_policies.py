@@ -37,7 +37,7 @@ def restored(policy: str, turns: list[Turn], host_bytes: int = 1 << 36) -> float
         if PIN.TAG == "v0.19.1":
             # So sparse that they do not stand in for the other parts.
             patch.setattr(
-                OffloadingConnectorScheduler, "_get_checkpoint_interval", lambda _: 2048
+                OffloadingConnectorScheduler, "_get_checkpoint_interval", lambda *_: 2048
             )
         done = replay.replay(policy, GEOMETRY, host_bytes, None, None)
     return round(done["restored"] * done["prompt_tokens"])

@@ -13,6 +13,7 @@ from .findings import Violation
 from .memory import Copy, CopyEngine, total
 
 if TYPE_CHECKING:
+    from .model import Batch
     from .world import World
 
 # Counting every reference is slow on a large pool.
@@ -126,6 +127,22 @@ def _check_nobody_else_sees(world: World, copy: Copy, where: str) -> None:
             )
 
 
+def step_begins(world: World, batch: Batch) -> None:
+    """I7: images whose tokens look at each other are computed as far as they end."""
+    if not world.settings.bidirectional:
+        return
+    for work in batch.works:
+        for image in world.requests[work.name].mm_features:
+            first, length = image.mm_position.offset, image.mm_position.length
+            if first < work.stop < first + length:
+                raise Violation(
+                    "I7",
+                    f"step {world.now}: {work.name} computes {work.start} to {work.stop}, "
+                    f"which ends within an image of {length} tokens from {first} on; they look "
+                    f"at each other in both directions",
+                )
+
+
 def _check_needed(world: World, copy: Copy, where: str) -> None:
     """I6 and I7: the load brings what the request lacks at the point where it resumes."""
     request = world.requests[copy.owner]
@@ -139,14 +156,6 @@ def _check_needed(world: World, copy: Copy, where: str) -> None:
             f"{where} ends at token {stop} of {request.num_tokens}; the groups' blocks have "
             f"common boundaries at multiples of {common}",
         )
-    for image in request.mm_features if world.settings.bidirectional else ():
-        first, length = image.mm_position.offset, image.mm_position.length
-        if first < stop < first + length:
-            raise Violation(
-                "I7",
-                f"{where} ends at token {stop}, within an image of {length} tokens from "
-                f"{first} on, which look at each other in both directions",
-            )
     resume = min(stop, request.num_tokens - 1)
     tables = world.scheduler.kv_cache_manager.get_block_ids(copy.owner)
     for group, table in zip(world.engine.groups, tables, strict=True):

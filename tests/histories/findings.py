@@ -8,7 +8,7 @@ INVARIANTS = {
     "I4": "scheduler and workers agree on the pools; every block id lies inside its pool",
     "I5": "the host tier has the size that was asked for",
     "I6": "a transfer moves the blocks that are needed, all of them and no other",
-    "I7": "a hit ends at a common block boundary and leaves a token to compute",
+    "I7": "a hit ends at a common block boundary and leaves a token; no image is split",
     "I8": "every request ends, and nothing is left behind",
     "metrics": "counters never go backwards and agree with the bytes that were moved",
     "crash": "vLLM runs without an error",

@@ -247,6 +247,7 @@ class World:
             loaded[batch.handed_out] = False
         self._note(step)
         self.starts = {work.name: work.start for work in batch.works}
+        checks.step_begins(self, batch)
         names = list(batch.sampled)
         output = ModelRunnerOutput(
             req_ids=names,
