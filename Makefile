@@ -41,6 +41,7 @@ test export check bisect: $(tools)/ready
 bench: $(tools)/ready $(plots)/ready
 	@$(scripts) prepare
 	@$(plots)/bin/python -m benchmarks all $(if $(TRACE),--trace $(TRACE))
+	@$(plots)/bin/python -m benchmarks.sizing
 
 installer: $(tools)/ready
 	@$(scripts) installer $(pin) $(if $(ARCH),--arch $(ARCH))

@@ -7,7 +7,9 @@ import argparse
 import ast
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -23,10 +25,12 @@ from .geometry import GEOMETRIES
 from .history import History
 from .known_faults import is_known
 from .shrink import failure_of, shrink
+from .stock import stock_path
 from .world import Report, replay
 
 # Histories that a process replays at a time.
 _PORTION = 10
+_PUBLISHED = "--published"
 
 
 @dataclass
@@ -80,6 +84,8 @@ class _Target:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
+    if options.published:
+        return _run_published(sys.argv[1:] if arguments is None else arguments)
     if options.replay:
         return _replay_file(options.replay)
     pin, start = pins.current().TAG, time.monotonic()
@@ -170,9 +176,21 @@ def _replay_file(path: Path) -> int:
     return int(violation is not None)
 
 
+def _run_published(arguments: list[str]) -> int:
+    """The same on vLLM as published, in another process."""
+    rest = [word for word in arguments if word != _PUBLISHED]
+    with tempfile.TemporaryDirectory(prefix="published-") as scratch:
+        path = stock_path(pins.current().TAG, Path(scratch))
+        command = [sys.executable, "-m", "tests.histories", *rest]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(path)}).returncode
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.histories", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.histories", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
+    add(_PUBLISHED, action="store_true", help="the release as published, without the series")
     add("--seed", type=int, default=0, help="seed of the first history")
     add("--histories", type=int, default=20, help="of each case and geometry")
     add("--steps", type=int, default=0, help="go on until each has made so many steps")
