@@ -202,9 +202,9 @@ def pull_request(
     flow = _said_of(pin.tag, page["Request flow"])
     answers = {
         "Overview": symptom,
-        "Claims": _said_of(pin.tag, page["Fix"]),
+        "Claims": _claims(fix, pin, proposal, page),
         "Validation": (
-            "New tests, which fail without the change and pass with it:\n"
+            "New tests, some of which fail without the change, and all pass with it:\n"
             f"{tests}.\n\n```sh\npytest {' '.join(proposal.tests)}\n```\n\n"
             "<!-- TO DO, by hand: the output on current main, without and with it. -->"
         ),
@@ -231,6 +231,14 @@ def pull_request(
     return text.replace("- [ ] AI assistance was used", "- [x] AI assistance was used").strip()
 
 
+def _claims(fix: Fix, pin: Pin, proposal: Proposal, page: dict[str, str]) -> str:
+    claims = _said_of(pin.tag, page["Fix"])
+    count = len(fix.pins[pin.tag].patches)
+    if count > 1:
+        claims = f"All {count} pull requests of this fix together; this is one part.\n\n{claims}"
+    return claims
+
+
 def _said_of(tag: str, text: str) -> str:
     """What a page says of one pin or of all: no word about others, and no links of ours.
 
@@ -242,7 +250,8 @@ def _said_of(tag: str, text: str) -> str:
         if about and about[2] != tag:
             continue
         if about and about[3]:
-            point = (about[1] or "") + point[about.end() :]
+            rest = point[about.end() :]
+            point = (about[1] or "") + rest[:1].upper() + rest[1:]
         said.append(re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", r"\1", point))
     numbered = itertools.count(1)
     return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: f"{next(numbered)}", p) for p in said)

@@ -46,7 +46,7 @@ def test_what_it_prints(project, capsys):
         "---- title\n[Feature] Third\n---- description\n",
         "## Overview\n\nSymptom, root cause and cure",
         "## Claims\n\n- A cure.",
-        "pass with it:\n`test_x`.\n\n```sh\npytest tests/test_third.py",
+        "all pass with it:\n`test_x`.\n\n```sh\npytest tests/test_third.py",
         "**Request flow**\n\n1. A request.\n\n**Limits**\n\nNone.",
         "**Review**\n\n<!-- TO DO, by hand: your statement. -->",
         "- [x] AI assistance was used",
@@ -68,6 +68,7 @@ def test_a_fix_of_two_patches_that_build_on_each_other(project, capsys):
     assert "applies to the release alone" in first
     assert "note   applies after:\n       0001-Bugfix-Core-First.patch" in second
     assert "**Builds on**\n\n- [Bugfix][Core] First\n" in second
+    assert "## Claims\n\nAll 2 pull requests of this fix together; this is one part.\n" in second
 
 
 def test_a_patch_needs_no_more_than_it_builds_on(project, capsys):
@@ -190,7 +191,7 @@ v0.19.1 has more.
 
 v1.0.0 has it."""
     assert _said_of("v1.0.0", text) == (
-        "- For all, see elsewhere.\n- only here.\nv1.0.0 has it."
+        "- For all, see elsewhere.\n- Only here.\nv1.0.0 has it."
     )
 
 
