@@ -235,7 +235,7 @@ def _claims(fix: Fix, pin: Pin, proposal: Proposal, page: dict[str, str]) -> str
     claims = _said_of(pin.tag, page["Fix"])
     count = len(fix.pins[pin.tag].patches)
     if count > 1:
-        claims = f"All {count} pull requests of this fix together; this is one part.\n\n{claims}"
+        claims = f"All {count} parts of this fix together; this is one of them.\n\n{claims}"
     return claims
 
 

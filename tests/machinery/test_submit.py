@@ -68,7 +68,7 @@ def test_a_fix_of_two_patches_that_build_on_each_other(project, capsys):
     assert "applies to the release alone" in first
     assert "note   applies after:\n       0001-Bugfix-Core-First.patch" in second
     assert "**Builds on**\n\n- [Bugfix][Core] First\n" in second
-    assert "## Claims\n\nAll 2 pull requests of this fix together; this is one part.\n" in second
+    assert "## Claims\n\nAll 2 parts of this fix together; this is one of them.\n" in second
 
 
 def test_a_patch_needs_no_more_than_it_builds_on(project, capsys):
