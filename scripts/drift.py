@@ -94,6 +94,7 @@ def _check_out(pin: Pin, repository: Git, source: Path, scratch: Path) -> None:
         tree = repository.tree("FETCH_HEAD")
     else:
         folder = source if source.is_dir() else _unpack(source, scratch / "source")
+        _expect_vllm(folder, source)
         repository("read-tree", "--empty")
         repository(
             f"--work-tree={folder.resolve()}", "add", "--all", "--force", ".", cwd=folder
@@ -104,7 +105,11 @@ def _check_out(pin: Pin, repository: Git, source: Path, scratch: Path) -> None:
     commit = repository("commit-tree", tree, "-m", f"{source}", date=f"{pin.released} +0000")
     repository("reset", "--quiet", "--hard", commit)
     repository("clean", "--quiet", "-d", "--force", "-x")
-    if not (repository.folder / "vllm" / "__init__.py").is_file():
+    _expect_vllm(repository.folder, source)
+
+
+def _expect_vllm(folder: Path, source: Path) -> None:
+    if not (folder / "vllm" / "__init__.py").is_file():
         raise Failure(f"{source} has no vllm/__init__.py: it is no source of vLLM")
 
 
