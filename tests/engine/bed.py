@@ -233,8 +233,8 @@ def run(
             try:
                 replay.to_the_end()
             finally:
-                replay.report(outcome)
                 outcome.preemptions = counter(llm, "vllm:num_preemptions")
+                replay.report(outcome)
     return outcome
 
 
@@ -274,6 +274,7 @@ class Comparison:
         self.ended: set[str] = set()
         # by request and number of the answer, or -1
         self.wrong: dict[tuple[str, int], str] = {}
+        self.cached_too_many: dict[str, str] = {}
 
     def prompt(self, request: Request) -> dict:
         """The input for a request, which comes now."""
@@ -298,7 +299,7 @@ class Comparison:
             self.ended.add(name)
         cached, most = output.num_cached_tokens or 0, self.most_cached[name]
         if cached > most:
-            self.wrong[name, -1] = (
+            self.cached_too_many[name] = (
                 f"{name} takes {cached} tokens from a cache, and shares {most} with others"
             )
         if output.finished and name in self.reuses and not cached:
@@ -351,6 +352,9 @@ class Replay:
     def report(self, outcome: Outcome) -> None:
         outcome.requests = self.requests
         outcome.wrong += self.comparison.wrong.values()
+        # A request that was preempted finds what it has computed itself.
+        if not outcome.preemptions:
+            outcome.wrong += self.comparison.cached_too_many.values()
         if self.running:
             names = ", ".join(self.running)
             outcome.problems.append(f"not ended after {self.steps} steps: {names}")
