@@ -202,7 +202,7 @@ def pull_request(
     flow = _said_of(pin.tag, page["Request flow"])
     answers = {
         "Overview": symptom,
-        "Claims": _claims(fix, pin, proposal, page),
+        "Claims": _claims(fix, pin, page),
         "Validation": (
             "New tests, some of which fail without the change, and all pass with it:\n"
             f"{tests}.\n\n```sh\npytest {' '.join(proposal.tests)}\n```\n\n"
@@ -231,7 +231,7 @@ def pull_request(
     return text.replace("- [ ] AI assistance was used", "- [x] AI assistance was used").strip()
 
 
-def _claims(fix: Fix, pin: Pin, proposal: Proposal, page: dict[str, str]) -> str:
+def _claims(fix: Fix, pin: Pin, page: dict[str, str]) -> str:
     claims = _said_of(pin.tag, page["Fix"])
     count = len(fix.pins[pin.tag].patches)
     if count > 1:

@@ -82,8 +82,10 @@ def _no_prompt_ends(scheduler: Any) -> None:
 
 def _everything(scheduler: Any) -> None:
     """Store every block of every layer, and call it used whenever its prefix is."""
-    _need(scheduler, "_store", "_store_full_chunks", "_touch_stored", "_start_store_job")
-    _need(scheduler, "_learn_from")
+    _need(
+        scheduler,
+        *("_store", "_store_full_chunks", "_touch_stored", "_start_store_job", "_learn_from"),
+    )
     scheduler._learn_from = lambda state, num_tokens: None
     look_up, finished = scheduler.get_num_new_matched_tokens, scheduler.request_finished
     done: dict[str, int] = {}
