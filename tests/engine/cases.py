@@ -67,7 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "preemption": {
         "hostility": SLOW,
         "gpu": 1.7,
-        "workload": Workload(longest=192, answer=(24, 64), gap=(0, 1), chats=0.1),
+        "settings": {"max_num_seqs": 8},
+        "workload": Workload(longest=192, answer=(24, 96), gap=(0, 1), chats=0.1, crowd=8),
         "preempts": True,
     },
     "starving": {

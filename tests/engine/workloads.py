@@ -86,6 +86,8 @@ class Workload:
             adapter or a picture of its own ("salt", "adapter", "picture") and the same text.
         last_round: when all is done, empty the prefix cache and ask for each family again;
             if its requests are told apart, for each kind.
+        crowd: requests for the longest answer that come first, at once, with one prompt. The
+            prompt has room, the answers have none together.
         boundaries: in place of all that, a prompt of each length that matters, and each
             again, with and without one token more, when the prefix cache is empty.
     """
@@ -103,6 +105,7 @@ class Workload:
     stopped: float = 0.1
     told_apart: tuple[str, ...] = ()
     last_round: bool = True
+    crowd: int = 0
     boundaries: bool = False
 
     @property
@@ -115,7 +118,7 @@ class Workload:
             return self._boundaries(seed, units)
         numbers = random.Random(f"script {seed}")
         families = [tokens(f"{seed} {i}", self.longest) for i in range(self.families)]
-        script: Script = []
+        script: Script = self._crowd(families[0])
         lengths: dict[str, int] = {}  # of chats that can go on, answer included
         used = dict.fromkeys(range(self.families), 0)
         longest: dict[tuple[int, int], Request] = {}  # of each family and kind
@@ -169,6 +172,16 @@ class Workload:
             for family, length in used.items() if not longest else ():
                 prompt = families[family][:length] or families[family]
                 script.append(Request(f"last{family}", prompt, gap=2))
+        return script
+
+    def _crowd(self, prompt: tuple[int, ...]) -> Script:
+        if not self.crowd:
+            return []
+        # When the others come, the GPU has the prompt.
+        script: Script = [Request("crowd", prompt, tokens=1)]
+        for i in range(self.crowd):
+            gap = 0 if i else 8
+            script.append(Request(f"crowd{i}", prompt, gap=gap, tokens=self.answer[1]))
         return script
 
     def _boundaries(self, seed: str, units: tuple[int, ...]) -> Script:
