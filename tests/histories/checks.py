@@ -236,6 +236,7 @@ def statistics(world: World, stats: Any) -> None:
             if moved < 0:
                 raise Violation("metrics", f"step {world.now}: {moved} bytes in {kind}s")
             world.reported[kind] += moved
+        _note_chunk_counts(world, stats.kv_connector_stats)
     cache = stats.connector_prefix_cache_stats
     if cache is not None:
         if not 0 <= cache.hits <= cache.queries:
@@ -245,6 +246,15 @@ def statistics(world: World, stats: Any) -> None:
             )
         world.external["queries"] += cache.queries
         world.external["hits"] += cache.hits
+
+
+def _note_chunk_counts(world: World, stats: dict[str, Any]) -> None:
+    chunks = world.pin.chunk_counts(stats)
+    if chunks is None:
+        return
+    if min(map(min, chunks.values())) < 0:
+        raise Violation("metrics", f"step {world.now}: {chunks} chunks per group")
+    world.reported_chunks = chunks["offloaded"]
 
 
 # --- at the end ---
@@ -287,6 +297,7 @@ def at_end(world: World) -> None:
             raise Violation("I8", f"{name} has {size} entries when nothing is left to do")
     _check_gpu_pool(world)
     _check_host_pool(world)
+    _check_chunk_counts(world)
     _check_tokens(world)
     for kind, ledgers in (
         ("store", [copies.stored for copies in world.copies]),
@@ -332,6 +343,26 @@ def _check_host_pool(world: World) -> None:
         raise Violation(
             "I5",
             f"the host tier has {pool.size} chunks; {world.engine.host_chunks} were asked for",
+        )
+
+
+def _check_chunk_counts(world: World) -> None:
+    """The last word on the chunks of each group agrees with the host tier."""
+    connector = world.scheduler.connector
+    if unreported := connector.get_kv_connector_stats():
+        _note_chunk_counts(world, unreported.data)
+    if world.reported_chunks is None:
+        return
+    keys = world.pin.host_pool(connector).keys()
+    groups = len(world.engine.groups)
+    # The key of a chunk ends with the number of its group, if there are several.
+    numbers = [int.from_bytes(key[-4:], "big") if groups > 1 else 0 for key in keys]
+    counted = np.bincount(numbers, minlength=groups).tolist()
+    if world.reported_chunks != counted:
+        raise Violation(
+            "metrics",
+            f"the statistics report {world.reported_chunks} chunks, per group; the host tier "
+            f"has {counted}",
         )
 
 

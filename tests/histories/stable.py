@@ -23,7 +23,10 @@ class Name(str):
 
 
 class Hash(bytes):
-    """A block hash; keys that vLLM makes from it are of the same kind."""
+    """A block hash; keys that vLLM makes from it, and what they begin with, are too.
+
+    What a key ends with, the number of a group, is not.
+    """
 
     __slots__ = ()
 
@@ -33,9 +36,10 @@ class Hash(bytes):
     def __add__(self, other: bytes) -> "Hash":
         return Hash(bytes(self) + other)
 
-    def __getitem__(self, key: int | slice) -> "int | Hash":
+    def __getitem__(self, key: int | slice) -> "int | bytes | Hash":
         part = bytes.__getitem__(self, key)
-        return part if isinstance(part, int) else Hash(part)
+        begins = isinstance(key, slice) and not key.start
+        return Hash(part) if begins else part
 
 
 FIRST = Hash(b"the start of every prefix")

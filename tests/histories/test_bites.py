@@ -5,8 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
 
-from . import engine
+from . import engine, pins
 from .cases import CASES
 from .findings import Violation
 from .generate import random_history
@@ -104,3 +107,26 @@ def test_connector_without_protection(monkeypatch: pytest.MonkeyPatch, caught: C
     assert violation.invariant == "I2", f"seed {seed}: {violation}"
     monkeypatch.undo()
     assert failure_of(random_history(seed, given)) is None
+
+
+# --- statistics that are wrong ---
+
+
+@pytest.mark.skipif(
+    pins.current().TAG == "v0.33.0", reason="does not count chunks per KV cache group"
+)
+def test_chunks_of_another_group(monkeypatch: pytest.MonkeyPatch, caught: Caught) -> None:
+    real = OffloadingConnector.get_kv_connector_stats
+
+    def mixed_up(self: OffloadingConnector) -> Any:
+        stats = real(self)
+        for report in stats.data.get("chunks", ()) if stats else ():
+            report["offloaded"].reverse()
+        return stats
+
+    monkeypatch.setattr(OffloadingConnector, "get_kv_connector_stats", mixed_up)
+    seed, violation = _first_finding(CASES["gemma4-31b"])
+    caught(seed, violation)
+    assert violation.invariant == "metrics", f"seed {seed}: {violation}"
+    monkeypatch.undo()
+    assert failure_of(random_history(seed, CASES["gemma4-31b"])) is None

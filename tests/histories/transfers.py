@@ -96,9 +96,11 @@ class HostPool:
 
     Attributes:
         references: of each chunk that is in use, -1 while it is being written.
+        keys: of the same chunks.
     """
 
     size: int
     free: int
     references: Callable[[], list[int]]
+    keys: Callable[[], list[bytes]]
     resident: int

@@ -103,6 +103,8 @@ class World:
         self.at_rest = checks.state_sizes(self)
         self.jobs: dict[int, str] = {}
         self.reported = {"store": 0, "load": 0}
+        # By KV cache group, where the release counts them.
+        self.reported_chunks: list[int] | None = None
         self.external = {"queries": 0, "hits": 0}
         # By worker, the blocks that a load writes or has written since they were handed out.
         self.loaded = [np.zeros(engine.num_blocks, dtype=bool) for _ in engine.workers]

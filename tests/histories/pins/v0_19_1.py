@@ -136,6 +136,7 @@ def host_pool(connector: KVConnectorBase_V1) -> HostPool:
         free=manager._get_num_free_blocks(),
         resident=sum(map(len, parts)),
         references=lambda: [block.ref_cnt for part in parts for block in part.values()],
+        keys=lambda: [key for part in parts for key in part],
     )
 
 
@@ -145,6 +146,18 @@ def moved_bytes(stats: dict[str, Any]) -> dict[str, int]:
         name: sum(operation.op_size for operation in stats.get(key, ()))
         for name, key in (("store", "GPU_to_CPU"), ("load", "CPU_to_GPU"))
     }
+
+
+def chunk_counts(stats: dict[str, Any]) -> dict[str, list[int]] | None:
+    """What one step's statistics say of chunks per KV cache group, None if nothing.
+
+    How many there are, and how many more were evicted and rejected.
+    """
+    reports = stats.get("chunks")
+    if not reports:
+        return None
+    [report] = reports
+    return {what: report[what] for what in ("offloaded", "evicted", "rejected")}
 
 
 class LabelSpec(CPUOffloadingSpec):

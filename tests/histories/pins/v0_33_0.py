@@ -137,6 +137,7 @@ def host_pool(connector: KVConnectorBase_V1) -> HostPool:
         free=manager._get_num_free_chunks(),
         resident=sum(map(len, parts)),
         references=lambda: [chunk.ref_cnt for part in parts for chunk in part.values()],
+        keys=lambda: [key for part in parts for key in part],
     )
 
 
@@ -147,6 +148,11 @@ def moved_bytes(stats: dict[str, Any]) -> dict[str, int]:
         name: sum(values.get(f"vllm:kv_offload_{name}_bytes", {}).values())
         for name in ("store", "load")
     }
+
+
+def chunk_counts(stats: dict[str, Any]) -> dict[str, list[int]] | None:
+    """This release does not count chunks per KV cache group."""
+    return None
 
 
 class LabelSpec(CPUOffloadingSpec):
