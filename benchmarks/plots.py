@@ -7,8 +7,8 @@ from typing import Any
 from . import prefixes, replays
 
 _INK = "#768390"
-_COLOURS = ("#2f81f7", "#d29922", "#3fb950", "#a371f7", "#f47067", "#768390")
-_MARKERS = "osD^vX"
+COLOURS = ("#2f81f7", "#d29922", "#3fb950", "#a371f7", "#f47067", "#768390")
+MARKERS = "osD^vX"
 # Of what is in all plots: colours go with names.
 _ORDER = (
     "this series",
@@ -20,7 +20,8 @@ _ORDER = (
 )
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, in a style that can be read on a light and on a dark page."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -51,7 +52,8 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as SVG, the same bytes every time."""
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     # No blanks at the ends of lines, as in every other file.
@@ -61,12 +63,12 @@ def _save(figure: Any, path: Path) -> None:
 
 def _style(name: str) -> dict[str, Any]:
     i = _ORDER.index(name) if name in _ORDER else len(_ORDER) - 1
-    return {"color": _COLOURS[i], "marker": _MARKERS[i], "label": name}
+    return {"color": COLOURS[i], "marker": MARKERS[i], "label": name}
 
 
 def by_host_memory(runs: Sequence[dict[str, Any]], folder: Path, suffix: str = "") -> list[str]:
     """Share restored and bytes written, by size of the host tier, nothing on the GPU."""
-    plt = _pyplot()
+    plt = pyplot()
     files = []
     for file, label, value in (
         (f"restored{suffix}.svg", "share of prompt tokens restored", lambda r: r["restored"]),
@@ -94,7 +96,7 @@ def by_host_memory(runs: Sequence[dict[str, Any]], folder: Path, suffix: str = "
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.legend()
-        _save(figure, folder / file)
+        save(figure, folder / file)
         plt.close(figure)
         files.append(file)
     return files
@@ -102,7 +104,7 @@ def by_host_memory(runs: Sequence[dict[str, Any]], folder: Path, suffix: str = "
 
 def kept(rows: Sequence[dict[str, Any]], folder: Path, suffix: str = "") -> list[str]:
     """Tokens that come back per GiB of a full tier, against the most there can be."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4))
     rows = [row for row in rows if row["tokens"] == 8192]
     names = list(dict.fromkeys(row["subject"] for row in rows))
@@ -124,14 +126,14 @@ def kept(rows: Sequence[dict[str, Any]], folder: Path, suffix: str = "") -> list
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("variant, prompts of 8,192 tokens, host memory full")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(names))
-    _save(figure, folder / f"per_gib{suffix}.svg")
+    save(figure, folder / f"per_gib{suffix}.svg")
     plt.close(figure)
     return [f"per_gib{suffix}.svg"]
 
 
 def scheduler_cost(data: dict[str, Any], folder: Path, suffix: str = "") -> list[str]:
     """CPU time per step by running requests, and per look-up by length."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4))
     steady = [case for case in data["cases"] if not case["evicting"]]
     usual = {"requests": 16, "context": 8192}
@@ -152,8 +154,8 @@ def scheduler_cost(data: dict[str, Any], folder: Path, suffix: str = "") -> list
             axes.plot(
                 [c[by] for c in cases],
                 [value(c["subjects"][name]) for c in cases],
-                color=_COLOURS[(1, 0, 2)[i]],
-                marker=_MARKERS[i],
+                color=COLOURS[(1, 0, 2)[i]],
+                marker=MARKERS[i],
                 label=name,
             )
         axes.set_xscale("log", base=2)
@@ -163,6 +165,6 @@ def scheduler_cost(data: dict[str, Any], folder: Path, suffix: str = "") -> list
         axes.legend()
     left.set_ylabel("CPU time in the connector per step, us")
     right.set_ylabel("CPU time per look-up, us")
-    _save(figure, folder / f"scheduler_cost{suffix}.svg")
+    save(figure, folder / f"scheduler_cost{suffix}.svg")
     plt.close(figure)
     return [f"scheduler_cost{suffix}.svg"]

@@ -35,7 +35,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Tokens and sessions per GiB, by length of a session."""
     from . import plots
 
-    plt = plots._pyplot()
+    plt = plots.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     for axes, label, value in (
@@ -47,8 +47,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axes.plot(
                 [row["context"] for row in mine],
                 [value(row) * 2**30 / row["bytes_per_session"] for row in mine],
-                color=plots._COLOURS[i],
-                marker=plots._MARKERS[i],
+                color=plots.COLOURS[i],
+                marker=plots.MARKERS[i],
                 markersize=4,
                 label=name,
             )
@@ -61,7 +61,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     right.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     left.set_yticks([1_000, 10_000, 100_000], ["1,000", "10,000", "100,000"])
     left.legend(ncols=2)
-    plots._save(figure, FIGURES.with_suffix(".svg"))
+    plots.save(figure, FIGURES.with_suffix(".svg"))
     plt.close(figure)
 
 
